@@ -1,0 +1,44 @@
+"""PEP 517 build backend: setuptools, with requirements for compiling only where something will be compiled.
+
+A laptop without a CUDA compiler then installs the pure-Python package without a second copy of torch, and a machine
+with an NVIDIA driver but no compiler gets the compiler from PyPI.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from setuptools.build_meta import (  # noqa: F401  (the hooks that need no change)
+    build_editable,
+    build_sdist,
+    build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+from fa3_build.plan import kernels_switch
+from fa3_build.toolkit import PIP_TOOLKIT, find_toolkits, has_nvidia_driver
+
+COMPILE_REQUIREMENTS = ["torch>=2.10", "ninja", "nvidia-cutlass==4.2.*"]
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return compile_requirements()
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    return compile_requirements()
+
+
+def compile_requirements() -> list[str]:
+    """What the compile needs on this machine; empty where no kernels will be built.
+
+    setuptools' own hook is not asked: it runs setup.py, which cannot plan a build before these are installed.
+    """
+    wanted = kernels_switch()
+    if wanted is False or sys.platform != "linux":
+        return []
+    if next(find_toolkits(), None) is not None:
+        return COMPILE_REQUIREMENTS
+    return [*COMPILE_REQUIREMENTS, PIP_TOOLKIT] if wanted or has_nvidia_driver() else []
