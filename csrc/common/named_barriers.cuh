@@ -1,0 +1,43 @@
+// Named barriers of the CTA. CUTLASS keeps hardware ids 0 to 7 and adds 8 to the ids below.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/cutlass.h>
+
+namespace fa3 {
+
+// id           waits                    arrives                          threads
+// kTurn + w    consumer warpgroup w     the warpgroup whose turn ended   256
+enum NamedBarrierId : uint32_t { kTurn = 0 };
+
+// Ping-pong: the consumer warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of the
+// others. Every warpgroup takes one turn per key block of the CTA's tile, also for a block that it skips.
+template <int kNumWarpgroups>
+struct PingPong {
+  static constexpr uint32_t kNumThreads = 2 * cutlass::NumThreadsPerWarpGroup;
+
+  // Called once by each warpgroup: the last one gives the first its first turn.
+  CUTLASS_DEVICE static void start(int warpgroup_idx) {
+    if (warpgroup_idx == kNumWarpgroups - 1) {
+      pass_turn(warpgroup_idx);
+    }
+  }
+
+  CUTLASS_DEVICE static void wait_turn(int warpgroup_idx) {
+    cutlass::arch::NamedBarrier::sync(kNumThreads, kTurn + warpgroup_idx);
+  }
+
+  CUTLASS_DEVICE static void pass_turn(int warpgroup_idx) {
+    int const next = warpgroup_idx + 1 == kNumWarpgroups ? 0 : warpgroup_idx + 1;
+    cutlass::arch::NamedBarrier::arrive(kNumThreads, kTurn + next);
+  }
+};
+
+// The consumer warpgroups issue as they please.
+struct FreeRunning {
+  CUTLASS_DEVICE static void start(int) {}
+  CUTLASS_DEVICE static void wait_turn(int) {}
+  CUTLASS_DEVICE static void pass_turn(int) {}
+};
+
+}  // namespace fa3

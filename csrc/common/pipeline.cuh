@@ -1,0 +1,61 @@
+// A circular shared-memory buffer between a TMA producer and its consumers: one full and one empty mbarrier per stage.
+//
+//   full[stage]    arrivals: 1 (the producer, with the byte count of the TMA loads it issues)
+//   empty[stage]   arrivals: one per consumer warp
+//
+// Producer and consumers walk the stages in the same order, each with a PipelineState of its own. The parity of a phase
+// tells a barrier's current use from the one before; neither side can be a whole round ahead of the other.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+namespace fa3 {
+
+template <int kNumStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  CUTLASS_DEVICE void advance() {
+    if (++stage == kNumStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <int kNumStages>
+struct Pipeline {
+  using State = PipelineState<kNumStages>;
+
+  cutlass::arch::ClusterTransactionBarrier full[kNumStages];
+  cutlass::arch::ClusterBarrier empty[kNumStages];
+
+  // One thread, before any use; the caller fences and synchronises the CTA afterwards.
+  CUTLASS_DEVICE void init(int num_consumer_warps) {
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      full[stage].init(1);
+      empty[stage].init(num_consumer_warps);
+    }
+  }
+
+  // Producer: waits until the stage is free, then announces `bytes`; returns the barrier that the TMA loads complete
+  // on.
+  CUTLASS_DEVICE uint64_t* acquire(State const& state, uint32_t bytes) {
+    empty[state.stage].wait(state.phase ^ 1);  // passes at once on the first round
+    full[state.stage].arrive_and_expect_tx(bytes);
+    return reinterpret_cast<uint64_t*>(&full[state.stage]);
+  }
+
+  // Consumer: waits until the data of the stage has landed.
+  CUTLASS_DEVICE void wait(State const& state) { full[state.stage].wait(state.phase); }
+
+  // Consumer: hands the stage back, once per warp, after the WGMMAs that read it have been waited for.
+  CUTLASS_DEVICE void release(State const& state) {
+    if (cutlass::canonical_lane_idx() == 0) {
+      empty[state.stage].arrive();
+    }
+  }
+};
+
+}  // namespace fa3

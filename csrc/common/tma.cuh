@@ -1,0 +1,81 @@
+// TMA: tensor maps (host) and the loads and stores of one tile (device).
+//
+// A tile is brought as slabs of 64 columns (128 bytes, the span of the 128-byte swizzle), each [rows][64]:
+//
+//   global (seqlen, head_dim)      shared
+//   +----------+----------+        slab 0  rows x 128 bytes   columns  0..63
+//   | slab 0   | slab 1   |   ->   slab 1  rows x 128 bytes   columns 64..127
+//   +----------+----------+
+//
+// which is CuTe's tile_to_shape(Layout_K_SW128_Atom, (rows, head_dim)). Rows past the sequence and columns past the
+// caller's head_dim arrive as zeros, and are left alone by a store.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/cutlass.h>
+#include <cutlass/numeric_types.h>
+
+#include "check.h"
+#include "params.h"
+
+namespace fa3 {
+
+constexpr int kSlabColumns = 64;  // 16-bit elements in the 128-byte swizzle span
+
+template <class Element>
+constexpr CUtensorMapDataType tensor_map_type() {
+  static_assert(sizeof(Element) == 2);
+  return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// The driver's encoder, found at run time so that nothing links libcuda.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static auto const encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    FA3_CHECK_CUDA(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+    FA3_CHECK(found == cudaDriverEntryPointSuccess, "the driver has no cuTensorMapEncodeTiled; update it to CUDA 12");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+// A map over (head_dim, seqlen, num_heads, batch) whose box is one slab of `box_rows` rows.
+template <class Element>
+CUtensorMap make_tensor_map(TensorArg const& tensor, int head_dim, int seqlen, int num_heads, int batch, int box_rows) {
+  // The stride of a dimension of size 1 is never used, and the caller's may be one that TMA refuses.
+  auto const stride_bytes = [](int size, int64_t stride) {
+    return size == 1 ? uint64_t{16} : static_cast<uint64_t>(stride) * sizeof(Element);
+  };
+  cuuint64_t const sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(seqlen),
+                               static_cast<cuuint64_t>(num_heads), static_cast<cuuint64_t>(batch)};
+  cuuint64_t const strides[3] = {stride_bytes(seqlen, tensor.row_stride), stride_bytes(num_heads, tensor.head_stride),
+                                 stride_bytes(batch, tensor.batch_stride)};
+  cuuint32_t const box[4] = {kSlabColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  cuuint32_t const element_strides[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  CUresult const result =
+      tensor_map_encoder()(&map, tensor_map_type<Element>(), 4, tensor.data, sizes, strides, box, element_strides,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  FA3_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result));
+  return map;
+}
+
+// Loads rows [row, row + kRows) of one head into `smem`, completing on `barrier`.
+template <int kRows, int kHeadDim, class Element>
+CUTLASS_DEVICE void load_tile(CUtensorMap const& map, uint64_t* barrier, cute::TMA::CacheHintSm90 cache_hint,
+                              Element* smem, int row, int head_idx, int batch_idx) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cache_hint), smem + column * kRows, column, row,
+                                 head_idx, batch_idx);
+  }
+}
+
+}  // namespace fa3

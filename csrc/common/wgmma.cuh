@@ -1,0 +1,31 @@
+// The one place that issues WGMMA.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace fa3 {
+
+// Issues C = A B (or C += A B where `accumulate`) for one warpgroup and commits it as one group. Asynchronous: C, and A
+// where it is in registers, belong to the tensor cores until warpgroup_wait.
+template <class TiledMma, class TensorA, class TensorB, class TensorC>
+CUTLASS_DEVICE void gemm(TiledMma& mma, TensorA&& tA, TensorB const& tB, TensorC& tC, bool accumulate) {
+  constexpr bool kAInRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
+  if constexpr (kAInRegisters) {
+    cute::warpgroup_fence_operand(tA);
+  }
+  cute::warpgroup_fence_operand(tC);
+  cute::warpgroup_arrive();
+  mma.accumulate_ = accumulate ? cute::GMMA::ScaleOut::One : cute::GMMA::ScaleOut::Zero;
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < cute::size<2>(tA); ++k) {
+    cute::gemm(mma, tA(cute::_, cute::_, k), tB(cute::_, cute::_, k), tC);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+  cute::warpgroup_fence_operand(tC);
+  if constexpr (kAInRegisters) {
+    cute::warpgroup_fence_operand(tA);
+  }
+}
+
+}  // namespace fa3

@@ -1,0 +1,4 @@
+#include "fwd/launch.cuh"
+
+static fa3::FwdKernelRegistration const registration(
+    fa3::fwd_kernel_row<cutlass::half_t, 128, fa3::kFwdHdim128Short>("fwd_fp16_hdim128_short"));

@@ -1,0 +1,45 @@
+// Forward: out = softmax(Q K^T * softmax_scale) V and lse (FlashAttention-3, arXiv 2407.08608). Read this file first.
+//
+//   warpgroup 0        producer: one warp issues all TMA loads (fwd/producer.cuh)
+//   warpgroups 1..     consumers: 64 query rows each (fwd/consumer.cuh, fwd/epilogue.cuh)
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "fwd/config.h"
+#include "fwd/consumer.cuh"
+#include "fwd/producer.cuh"
+
+namespace fa3 {
+
+enum class Role { kProducer, kConsumer };
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_kernel(__grid_constant__ FwdKernelParams const params) {
+  extern __shared__ __align__(1024) char dynamic_smem[];
+  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(dynamic_smem);
+
+  if (threadIdx.x == 0) {
+    for (auto& pipeline_q : smem.pipeline_q) {
+      pipeline_q.init(cutlass::NumWarpsPerWarpGroup);
+    }
+    smem.pipeline_k.init(Config::kConsumerWarps);
+    smem.pipeline_v.init(Config::kConsumerWarps);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  int const warpgroup_idx = cutlass::canonical_warp_group_idx();
+  Role const role = warpgroup_idx == 0 ? Role::kProducer : Role::kConsumer;
+  if (role == Role::kProducer) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
+      produce<Config>(params, smem);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    consume<Config>(params, smem, warpgroup_idx - 1);
+  }
+}
+
+}  // namespace fa3

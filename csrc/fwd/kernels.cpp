@@ -1,0 +1,44 @@
+#include "fwd/kernels.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace fa3 {
+
+namespace {
+
+std::vector<FwdKernel>& registry() {
+  static std::vector<FwdKernel> kernels;
+  return kernels;
+}
+
+}  // namespace
+
+FwdKernelRegistration::FwdKernelRegistration(FwdKernel const& kernel) {
+  auto const before = [](FwdKernel const& a, FwdKernel const& b) {
+    return std::tie(a.dtype, a.head_dim, a.tile_n) < std::tie(b.dtype, b.head_dim, b.tile_n);
+  };
+  auto& kernels = registry();
+  kernels.insert(std::upper_bound(kernels.begin(), kernels.end(), kernel, before), kernel);
+}
+
+std::vector<FwdKernel> const& fwd_kernels() { return registry(); }
+
+FwdKernel const* select_fwd_kernel(Dtype dtype, int head_dim, int seqlen_k, bool causal) {
+  FwdKernel const* selected = nullptr;
+  for (FwdKernel const& kernel : registry()) {
+    if (kernel.dtype != dtype || kernel.head_dim < head_dim) {
+      continue;
+    }
+    if (selected != nullptr && kernel.head_dim != selected->head_dim) {
+      break;
+    }
+    selected = &kernel;
+    if (seqlen_k <= (causal ? kernel.max_seqlen_k_causal : kernel.max_seqlen_k_full)) {
+      break;
+    }
+  }
+  return selected;
+}
+
+}  // namespace fa3

@@ -1,0 +1,71 @@
+// Host side of the forward: tensor maps, grid, launch on the caller's stream.
+#pragma once
+
+#include <algorithm>
+
+#include "fwd/kernel.cuh"
+#include "fwd/kernels.h"
+
+namespace fa3 {
+
+// K and V of the heads that run together should stay in the L2 (50 MB on H100, 60 MB on H200).
+constexpr int64_t kL2BudgetBytes = 32 << 20;
+
+template <class Config>
+void launch_fwd(FwdParams const& params, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  int const num_m_blocks = (params.seqlen_q + Config::kTileM - 1) / Config::kTileM;
+  int const group_size = params.num_heads_q / params.num_heads_kv;
+  int const num_head_batches = params.num_heads_q * params.batch;
+  int64_t const kv_bytes = int64_t(params.seqlen_k) * Config::kHeadDim * 2 * sizeof(Element);
+  int64_t const section_heads = std::max<int64_t>(kL2BudgetBytes / kv_bytes, 1) * group_size;
+  int64_t const num_tiles = int64_t(num_m_blocks) * params.num_heads_q * params.batch;
+  FA3_CHECK(num_tiles < (int64_t{1} << 30), "batch x num_heads_q x seqlen_q / " + std::to_string(Config::kTileM) +
+                                                " tiles must be below 2^30, got " + std::to_string(num_tiles));
+
+  FwdKernelParams kernel_params{
+      .q = make_tensor_map<Element>(params.q, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch,
+                                    kRowsPerWarpgroup),
+      .k = make_tensor_map<Element>(params.k, params.head_dim, params.seqlen_k, params.num_heads_kv, params.batch,
+                                    Config::kTileN),
+      .v = make_tensor_map<Element>(params.v, params.head_dim, params.seqlen_k, params.num_heads_kv, params.batch,
+                                    Config::kTileN),
+      .out = make_tensor_map<Element>(params.out, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch,
+                                      kRowsPerWarp),
+      .lse = params.lse,
+      .seqlen_q = params.seqlen_q,
+      .seqlen_k = params.seqlen_k,
+      .num_heads_q = params.num_heads_q,
+      .group_size = group_size,
+      .softmax_scale = params.softmax_scale,
+      .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
+      .causal = params.causal,
+      .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms, params.causal,
+                                       static_cast<int>(std::min<int64_t>(section_heads, num_head_batches))),
+  };
+  auto* kernel = fwd_kernel<Config>;
+  FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));
+  kernel<<<kernel_params.scheduler.num_ctas, Config::kNumThreads, Config::kSmemBytes, stream>>>(kernel_params);
+  FA3_CHECK_CUDA(cudaGetLastError());
+}
+
+// The row of the kernel table for FwdConfig<Element, kHeadDim, kTile>.
+template <class Element, int kHeadDim, FwdTile kTile>
+FwdKernel fwd_kernel_row(char const* name) {
+  using Config = FwdConfig<Element, kHeadDim, kTile>;
+  return {
+      .name = name,
+      .dtype = std::is_same_v<Element, cutlass::half_t> ? Dtype::kFloat16 : Dtype::kBFloat16,
+      .head_dim = kHeadDim,
+      .tile_m = Config::kTileM,
+      .tile_n = Config::kTileN,
+      .stages = Config::kStagesKV,
+      .consumer_warpgroups = Config::kConsumerWarpgroups,
+      .smem_bytes = Config::kSmemBytes,
+      .max_seqlen_k_full = kTile.max_seqlen_k_full,
+      .max_seqlen_k_causal = kTile.max_seqlen_k_causal,
+      .launch = launch_fwd<Config>,
+  };
+}
+
+}  // namespace fa3

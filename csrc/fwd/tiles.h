@@ -1,0 +1,30 @@
+// The tiles of the forward kernels. docs/design/forward.md says what else was measured.
+#pragma once
+
+#include <limits>
+
+namespace fa3 {
+
+struct FwdTile {
+  int consumer_warpgroups;  // 64 query rows each
+  int tile_n;               // keys per block
+  int stages_q;
+  int stages_kv;  // of the K ring and of the V ring
+  // 64-column slabs of O that a warp stages in shared memory at a time. With 0 there is no room for O: it takes the
+  // place of Q, and the pipeline drains between tiles.
+  int out_slabs;
+  bool ping_pong;
+  // The longest seqlen_k that this tile is meant for, where a second one with larger blocks takes over.
+  int max_seqlen_k_full = std::numeric_limits<int>::max();
+  int max_seqlen_k_causal = std::numeric_limits<int>::max();
+};
+
+// Small blocks waste less of short sequences and of the diagonal; large blocks read less shared memory per FLOP.
+constexpr FwdTile kFwdHdim64{3, 128, 1, 3, 1, true};
+constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, true, 2048, 4096};
+constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1, true};
+constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1, true};
+constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, true, 512, 1024};
+constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0, true};
+
+}  // namespace fa3

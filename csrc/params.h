@@ -1,0 +1,37 @@
+// What a kernel launch is told. Plain structs: no torch, no CUTLASS.
+// Strides are in elements; the last dimension of every tensor is contiguous.
+#pragma once
+
+#include <cstdint>
+
+namespace fa3 {
+
+// A (batch, seqlen, num_heads, head_dim) tensor in global memory.
+struct TensorArg {
+  void* data;
+  int64_t batch_stride;
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+struct FwdParams {
+  TensorArg q;    // (batch, seqlen_q, num_heads_q, head_dim)
+  TensorArg k;    // (batch, seqlen_k, num_heads_kv, head_dim)
+  TensorArg v;    // (batch, seqlen_k, num_heads_kv, head_dim)
+  TensorArg out;  // (batch, seqlen_q, num_heads_q, head_dim)
+  float* lse;     // (batch, num_heads_q, seqlen_q), contiguous, natural log
+
+  int batch;
+  int seqlen_q;
+  int seqlen_k;
+  int num_heads_q;
+  int num_heads_kv;
+  int head_dim;
+
+  float softmax_scale;
+  bool causal;  // aligned to the bottom right: query i sees keys j <= i + seqlen_k - seqlen_q
+
+  int num_sms;
+};
+
+}  // namespace fa3
