@@ -1,0 +1,134 @@
+"""`explain`: which path and kernel a call takes, and why."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa3 import _library, portable
+from fa3.backend import choose_path, current_backend
+from fa3.interface import check_kernel_dtype, check_tensors
+
+_TMA_ALIGNMENT_BYTES = 16
+
+
+@dataclass
+class Explanation:
+    """What flash_attn_func would do with its arguments. `print` it, or read the fields."""
+
+    path: str
+    """"hopper": the compiled kernels; "sdpa-cpu": torch's CPU attention; "portable": tiles in plain PyTorch;
+    "refused": the call raises."""
+    backward: str | None
+    """The path of the gradients: "portable", or None if the call raises."""
+    reasons: list[str]
+    kernel: dict[str, Any] | None = None
+    """Hopper: the row of the kernel table (see `python -m fa3`) that runs."""
+    tile: tuple[int, int] | None = None
+    """(queries, keys) per step."""
+    num_m_blocks: int | None = None
+    """Hopper: query tiles per batch and head."""
+    num_tiles: int | None = None
+    """Hopper: query tiles in all."""
+    grid: int | None = None
+    """Hopper: CTAs launched. They are persistent: min(multiprocessors, num_tiles)."""
+    copies: list[str] = field(default_factory=list)
+    """Hopper: the inputs that TMA cannot address, which are copied first."""
+
+    def __str__(self) -> str:
+        rows = [("path", self.path), ("backward", self.backward)]
+        if self.kernel is not None:
+            facts = {key: value for key, value in self.kernel.items() if key not in ("name", "symbol")}
+            rows.append(("kernel", self.kernel["name"]))
+            rows.append(("", ", ".join(f"{key} {value}" for key, value in facts.items())))
+            rows.append(("symbol", self.kernel.get("symbol")))
+        rows += [("tile", self.tile and f"{self.tile[0]} queries x {self.tile[1]} keys")]
+        if self.grid is not None:
+            work = f"{self.num_tiles} tiles ({self.num_m_blocks} per batch and head)"
+            rows.append(("grid", f"{self.grid} CTAs over {work}"))
+        rows += [("copy", copy) for copy in self.copies]
+        rows += [("because", reason) for reason in self.reasons]
+        return "\n".join(f"{name:<9} {value}" for name, value in rows if value)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explanation:
+    """What `flash_attn_func(q, k, v, causal=causal)` takes, here and now; nothing is computed.
+
+    Args:
+        q, k, v, causal: as for flash_attn_func. Strides and device matter, values do not.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as flash_attn_func does for arguments that are wrong. A machine that
+            cannot run the call is an answer instead: path "refused".
+    """
+    check_tensors(q, k, v)
+    try:
+        if choose_path(q.device) == "portable":
+            return _explain_portable(q, k, causal)
+        check_kernel_dtype(q)
+    except (RuntimeError, NotImplementedError) as refusal:
+        return Explanation("refused", None, [str(refusal)])
+    return _explain_hopper(q, k, v, causal)
+
+
+def _selected_row(dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool) -> int:
+    """Row of the kernel table that the library takes for a forward, or -1 if it has none."""
+    select = ctypes.CDLL(str(_library.LIBRARY)).fa3_select_fwd_kernel
+    select.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_bool)
+    return select(int(dtype == torch.bfloat16), head_dim, seqlen_k, causal)
+
+
+def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
+    if current_backend() == "portable":
+        reasons = ['the backend is "portable"']
+    else:
+        reasons = [f"the tensors are on {q.device.type}"]
+    backward = "the backward recomputes P from lse in tiles of plain PyTorch"
+    if portable.sdpa_covers(q, k, causal):
+        reasons.append(f"torch's CPU attention computes {'square causal' if causal else 'unmasked'} attention exactly")
+        return Explanation("sdpa-cpu", "portable", [*reasons, backward])
+    if q.device.type == "cpu":
+        reasons.append("torch's CPU attention covers no empty tensors and no causal mask with seqlen_q != seqlen_k")
+    return Explanation("portable", "portable", [*reasons, backward], tile=portable.tile_sizes(q, k))
+
+
+def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Explanation:
+    batch, seqlen_q, num_heads_q, head_dim = q.shape
+    row = _selected_row(q.dtype, head_dim, k.shape[1], causal)
+    if row < 0:
+        return Explanation("refused", None, [f"this build has no kernel for head_dim {head_dim} in {q.dtype}"])
+    kernel = _library.kernel_table()[row]
+    reasons = [f"{q.device} is {torch.cuda.get_device_name(q.device)}, and the kernels are loaded"]
+    if kernel["head_dim"] != head_dim:
+        reasons.append(f"head_dim {head_dim} runs as {kernel['head_dim']}, the next size built; TMA fills with zeros")
+    reasons.append("there is no Hopper backward yet: gradients run in tiles of plain PyTorch on the same device")
+    num_m_blocks = -(-seqlen_q // kernel["tile_m"])
+    num_tiles = num_m_blocks * batch * num_heads_q
+    return Explanation(
+        path="hopper",
+        backward="portable",
+        reasons=reasons,
+        kernel=kernel,
+        tile=(kernel["tile_m"], kernel["tile_n"]),
+        num_m_blocks=num_m_blocks,
+        num_tiles=num_tiles,
+        grid=min(torch.cuda.get_device_properties(q.device).multi_processor_count, num_tiles),
+        copies=[copy for name, x in (("q", q), ("k", k), ("v", v)) if (copy := _copy_for_tma(name, x))],
+    )
+
+
+def _copy_for_tma(name: str, x: Tensor) -> str | None:
+    """Why x is copied before the launch, or None: TMA wants base and strides in multiples of 16 bytes."""
+    if x.numel() == 0:
+        return None
+    if x.data_ptr() % _TMA_ALIGNMENT_BYTES != 0:
+        return f"{name}: its base address is not a multiple of {_TMA_ALIGNMENT_BYTES} bytes"
+    for dim in range(x.dim() - 1):
+        stride_bytes = x.stride(dim) * x.element_size()
+        if x.shape[dim] > 1 and stride_bytes % _TMA_ALIGNMENT_BYTES != 0:
+            return f"{name}: stride {stride_bytes} bytes of dimension {dim} is not a multiple of {_TMA_ALIGNMENT_BYTES}"
+    return None

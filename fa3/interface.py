@@ -1,0 +1,223 @@
+"""The public functions: documentation, argument checks, and the choice of the op."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fa3 import ops
+from fa3.backend import choose_path
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_PORTABLE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
+_UNLIMITED = (-1, None)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(softmax_scale * q k^T) v, in memory that grows with seqlen and not with its square.
+
+    CUDA tensors run on the Hopper kernels, or raise where those cannot run. CPU tensors run in plain PyTorch, and so do
+    all tensors inside `with fa3.backend("portable")`. `fa3.explain(q, k, v)` says what a call takes and why.
+    Differentiable once in q, k and v, through out and lse.
+
+    Query head h reads KV head h // (num_heads_q // num_heads_kv): MHA, GQA and MQA at any ratio. Any strides will do
+    whose last dimension is contiguous: transposed views, slices of a fused qkv, expanded (stride 0) K and V.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), bfloat16 or float16; in plain PyTorch float32 or float64 too.
+            head_dim is a multiple of 8 from 8 to 256.
+        k: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_kv.
+        v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q.
+        softmax_scale: factor of the scores q k^T before softmax, finite and above 0. None: 1 / sqrt(head_dim).
+        causal: True hides later keys. The mask is aligned to the bottom right corner, so that the last query sees every
+            key: query i sees keys j <= i + seqlen_k - seqlen_q (1: visible, 0: hidden).
+
+                seqlen_q = 2, seqlen_k = 5     seqlen_q = 5, seqlen_k = 2
+                    1 1 1 1 0                      0 0
+                    1 1 1 1 1                      0 0
+                                                   0 0
+                                                   1 0
+                                                   1 1
+
+        qv: must be None; not implemented.
+        q_descale, k_descale, v_descale: must be None; they belong to FP8 inputs, which are not implemented.
+        window_size: (left, right), in keys, both ends included: query i sees keys from
+            i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right. -1 and None are unlimited. Only windows
+            that are no limit, or that equal causal (right = 0), are implemented. causal=True is right = 0 whatever
+            window_size says.
+        attention_chunk: must be 0; not implemented.
+        softcap: must be 0.0 (none); not implemented.
+        num_splits: 1, or 0 for a heuristic, which takes 1. More splits of the keys are not implemented.
+        pack_gqa: how the kernel lays out grouped heads. It has one layout, and no choice here changes the result.
+        deterministic: whether the gradients are to be equal from run to run. They always are.
+        sm_margin: must be 0; leaving multiprocessors free is not implemented.
+        return_attn_probs: True returns lse as well. (The name is upstream's; probabilities are never returned.)
+        return_lse: the same under a clearer name.
+
+    Returns:
+        out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q.
+        lse: with return_attn_probs or return_lse, (batch, num_heads_q, seqlen_q), contiguous, float32 (float64 for
+            float64 inputs): the natural logarithm of the sum over visible keys of exp(softmax_scale * q k^T).
+
+        A row that sees no key (causal with seqlen_q > seqlen_k, or seqlen_k = 0) has out 0 and lse -inf, gets dq 0, and
+        adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine.
+
+    Raises:
+        TypeError: an argument of the wrong type, or q, k and v of different or non-floating dtypes.
+        ValueError: devices, strides or shapes that do not fit together, or a value out of range.
+        NotImplementedError: a value whose meaning this version does not compute. Nothing is ignored silently.
+        RuntimeError: CUDA tensors on a GPU that is not Hopper, or no compiled kernels. The message says which.
+
+    Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
+    arXiv:2407.08608. The online softmax is Milakov and Gimelshein's, arXiv:1805.02867.
+    """
+    check_tensors(q, k, v)
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    elif not isinstance(softmax_scale, (int, float)) or isinstance(softmax_scale, bool):
+        raise _error(TypeError, "softmax_scale", "be a float or None", type(softmax_scale).__name__)
+    elif not 0.0 < softmax_scale < math.inf:
+        remedy = "; leave it out for 1 / sqrt(head_dim)" + (
+            " (the fourth argument is softmax_scale: there is no dropout_p)" if softmax_scale == 0 else ""
+        )
+        raise _error(ValueError, "softmax_scale", "be finite and above 0", softmax_scale, remedy)
+    if not isinstance(causal, bool):
+        raise _error(TypeError, "causal", "be a bool", type(causal).__name__)
+    for name, x in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is not None:
+            raise _error(NotImplementedError, name, "be None", type(x).__name__)
+    if attention_chunk:
+        raise _error(NotImplementedError, "attention_chunk", "be 0", attention_chunk)
+    if softcap:
+        raise _error(NotImplementedError, "softcap", "be 0.0", softcap)
+    if num_splits not in (0, 1):
+        raise _error(NotImplementedError, "num_splits", "be 0 or 1", num_splits)
+    if sm_margin != 0:
+        raise _error(NotImplementedError, "sm_margin", "be 0", sm_margin)
+    causal = _resolve_window(window_size, causal, q.shape[1], k.shape[1])
+
+    path = choose_path(q.device)
+    if path == "hopper":
+        check_kernel_dtype(q)
+        out, lse = ops.fwd(q, k, v, softmax_scale, causal)
+    else:
+        out, lse = ops.portable_fwd(q, k, v, softmax_scale, causal)
+    return (out, lse) if return_attn_probs or return_lse else out
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises unless q, k and v belong together. The order is type, dtype, device, layout, shape."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise _error(TypeError, name, "be a torch.Tensor", type(x).__name__)
+
+    dtype = q.dtype
+    if dtype not in _PORTABLE_DTYPES:
+        if dtype.is_floating_point:
+            raise _error(NotImplementedError, "q.dtype", "be bfloat16 or float16", dtype, "; cast q, k and v")
+        raise _error(TypeError, "q.dtype", "be bfloat16 or float16", dtype)
+    if k.dtype != dtype:
+        raise _error(TypeError, "k.dtype", f"equal q.dtype = {dtype}", k.dtype)
+    if v.dtype != dtype:
+        raise _error(TypeError, "v.dtype", f"equal q.dtype = {dtype}", v.dtype)
+
+    device = q.device
+    if k.device != device:
+        raise _error(ValueError, "k.device", f"equal q.device = {device}", k.device)
+    if v.device != device:
+        raise _error(ValueError, "v.device", f"equal q.device = {device}", v.device)
+
+    _check_layout("q", q, "num_heads_q")
+    _check_layout("k", k, "num_heads_kv")
+    _check_layout("v", v, "num_heads_kv")
+
+    batch, _, num_heads_q, head_dim = q.shape
+    k_batch, seqlen_k, num_heads_kv, k_head_dim = k.shape
+    v_batch, v_seqlen_k, v_num_heads_kv, v_head_dim = v.shape
+    if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
+        remedy = "; zero-pad the last dimension and pass softmax_scale" if head_dim < 256 else ""
+        raise _error(ValueError, "q.shape[3] (head_dim)", "be a multiple of 8 from 8 to 256", head_dim, remedy)
+    if k_batch != batch:
+        raise _error(ValueError, "k.shape[0] (batch)", f"equal q.shape[0] = {batch}", k_batch)
+    if k_head_dim != head_dim:
+        raise _error(ValueError, "k.shape[3] (head_dim)", f"equal q.shape[3] = {head_dim}", k_head_dim)
+    if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv != 0:
+        rule = f"divide q.shape[2] (num_heads_q) = {num_heads_q}, both above 0"
+        raise _error(ValueError, "k.shape[2] (num_heads_kv)", rule, num_heads_kv)
+    if v_batch != batch:
+        raise _error(ValueError, "v.shape[0] (batch)", f"equal q.shape[0] = {batch}", v_batch)
+    if v_seqlen_k != seqlen_k:
+        raise _error(ValueError, "v.shape[1] (seqlen_k)", f"equal k.shape[1] = {seqlen_k}", v_seqlen_k)
+    if v_num_heads_kv != num_heads_kv:
+        raise _error(ValueError, "v.shape[2] (num_heads_kv)", f"equal k.shape[2] = {num_heads_kv}", v_num_heads_kv)
+    if v_head_dim != head_dim:
+        remedy = "; zero-pad v and slice the output" if v_head_dim < head_dim else ""
+        rule = f"equal q.shape[3] = {head_dim}"
+        raise _error(NotImplementedError, "v.shape[3] (head_dim_v)", rule, v_head_dim, remedy)
+
+
+def _check_layout(name: str, x: Tensor, num_heads: str) -> None:
+    if x.layout is not torch.strided:
+        raise _error(ValueError, f"{name}.layout", "be torch.strided", x.layout, f"; use {name}.to_dense()")
+    if x.dim() != 4:
+        rule = f"have 4 dimensions (batch, seqlen_{'q' if name == 'q' else 'k'}, {num_heads}, head_dim)"
+        raise _error(ValueError, name, rule, f"shape {tuple(x.shape)}")
+    if x.stride(3) != 1 and x.numel() != 0:
+        rule = "have a contiguous last dimension (stride 1)"
+        raise _error(ValueError, name, rule, f"stride {x.stride(3)}", f"; use {name}.contiguous()")
+
+
+def check_kernel_dtype(q: Tensor) -> None:
+    """Raises unless the Hopper kernels compute the dtype of q."""
+    if q.dtype not in _KERNEL_DTYPES:
+        remedy = '; cast q, k and v, or use `with fa3.backend("portable")`'
+        raise _error(NotImplementedError, "q.dtype", "be bfloat16 or float16 on CUDA", q.dtype, remedy)
+
+
+def _resolve_window(window_size: tuple[int | None, int | None], causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether causal and window_size together mean the causal mask; raises if they mean neither it nor no mask."""
+    if window_size == (-1, -1):
+        return causal
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise _error(TypeError, "window_size", "be a pair (left, right)", window_size)
+    left, right = window_size
+    for side in (left, right):
+        if side is not None and not isinstance(side, int):
+            raise _error(TypeError, "window_size", "hold integers or None", window_size)
+        if side is not None and side < -1:
+            raise _error(ValueError, "window_size", "hold lengths of at least 0, or -1 for unlimited", window_size)
+    # The last query reaches back to the first key, the first query forward to the last key.
+    left_is_unlimited = left in _UNLIMITED or left >= seqlen_k - 1
+    right_is_unlimited = right in _UNLIMITED or right >= seqlen_q - 1
+    if left_is_unlimited and (causal or right == 0):
+        return True
+    if left_is_unlimited and right_is_unlimited:
+        return False
+    rule = "be unlimited, as (-1, -1), or causal, as (-1, 0)"
+    raise _error(NotImplementedError, "window_size", rule, window_size)
+
+
+def _error(kind: type[Exception], argument: str, rule: str, got: object, remedy: str = "") -> Exception:
+    return kind(f"flash_attn_func: {argument} must {rule}, got {got}{remedy}")
