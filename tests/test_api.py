@@ -1,0 +1,266 @@
+"""The public names: signature, options, backend choice, explain, FLOP counts, and what an import costs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case
+from torch.utils.flop_counter import FlopCounterMode
+
+import fa3
+from fa3 import ops
+from fa3.backend import current_backend
+
+# The parameters of upstream's flash_attn_func (hopper/flash_attn_interface.py); callers pass them by position.
+UPSTREAM = {
+    "q": inspect.Parameter.empty,
+    "k": inspect.Parameter.empty,
+    "v": inspect.Parameter.empty,
+    "softmax_scale": None,
+    "causal": False,
+    "qv": None,
+    "q_descale": None,
+    "k_descale": None,
+    "v_descale": None,
+    "window_size": (-1, -1),
+    "attention_chunk": 0,
+    "softcap": 0.0,
+    "num_splits": 1,
+    "pack_gqa": None,
+    "deterministic": False,
+    "sm_margin": 0,
+    "return_attn_probs": False,
+}
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_signature_is_upstreams():
+    parameters = list(inspect.signature(fa3.flash_attn_func).parameters.values())
+    positional = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional] == list(UPSTREAM.items())
+    assert [p.name for p in parameters[len(UPSTREAM) :]] == ["return_lse"]
+    assert parameters[-1].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_every_argument_is_documented():
+    documentation = inspect.getdoc(fa3.flash_attn_func)
+    for name in inspect.signature(fa3.flash_attn_func).parameters:
+        assert re.search(rf"^\s+(\w+, )*{name}(, \w+)*: ", documentation, re.MULTILINE), name
+
+
+def test_public_names():
+    for name in fa3.__all__:
+        assert getattr(fa3, name).__doc__, name
+    assert Path(fa3.__file__).with_name("py.typed").exists()
+
+
+def test_returns():
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    out = fa3.flash_attn_func(q, k, v)
+    assert isinstance(out, torch.Tensor)
+    for flags in ({"return_lse": True}, {"return_attn_probs": True}, {"return_lse": True, "return_attn_probs": True}):
+        with_lse = fa3.flash_attn_func(q, k, v, **flags)
+        assert isinstance(with_lse, tuple)
+        assert torch.equal(with_lse[0], out)
+        assert with_lse[1].shape == (2, 2, 129)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softmax_scale": 64**-0.5},
+        {"window_size": (None, None)},
+        {"window_size": [-1, -1]},
+        {"window_size": (299, 128)},  # the last query reaches back to key 0, the first one forward to the last key
+        {"num_splits": 0},
+        {"pack_gqa": True},
+        {"pack_gqa": False},
+        {"deterministic": True},
+        {"attention_chunk": None},
+    ],
+)
+def test_options_that_change_nothing(options):
+    q, k, v = Case(seqlen_k=300).inputs(torch.bfloat16, "cpu")
+    assert torch.equal(fa3.flash_attn_func(q, k, v, **options), fa3.flash_attn_func(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (-1, 0)},
+        {"window_size": (None, 0)},
+        {"window_size": (299, 0)},
+        {"window_size": (-1, 5), "causal": True},
+        {"window_size": (None, None), "causal": True},
+    ],
+)
+def test_windows_that_are_causal(options):
+    q, k, v = Case(seqlen_k=300).inputs(torch.bfloat16, "cpu")
+    assert torch.equal(fa3.flash_attn_func(q, k, v, **options), fa3.flash_attn_func(q, k, v, causal=True))
+
+
+def test_nothing_is_saved_without_gradients():
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        assert fa3.flash_attn_func(q, k, v).grad_fn is None
+        with torch.no_grad():
+            assert fa3.flash_attn_func(q.clone().requires_grad_(), k, v).grad_fn is None
+        assert not saved
+        fa3.flash_attn_func(q.requires_grad_(), k, v)
+    assert len(saved) == 5  # q, k, v, out, lse
+
+
+def test_meta_tensors():
+    q, k, v = (x.to("meta") for x in Case(seqlen_k=300).inputs(torch.float16, "cpu"))
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 2, 129), torch.float32)
+
+
+# --- backend
+
+
+def test_backend_nests_and_restores():
+    assert current_backend() == "auto"
+    with fa3.backend("portable"):
+        with fa3.backend("hopper"):
+            assert current_backend() == "hopper"
+            with pytest.raises(KeyError), fa3.backend("auto"):
+                raise KeyError
+            assert current_backend() == "hopper"
+        assert current_backend() == "portable"
+    assert current_backend() == "auto"
+
+
+def test_backend_is_of_one_thread():
+    seen = []
+    with fa3.backend("portable"):
+        thread = threading.Thread(target=lambda: seen.append(current_backend()))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"]
+
+
+def test_backend_refuses_other_names():
+    with pytest.raises(ValueError, match="backend: name must be one of auto, portable, hopper, got 'cuda'"):
+        fa3.backend("cuda").__enter__()
+    assert current_backend() == "auto"
+
+
+def test_backend_from_the_environment():
+    show = "import fa3; from fa3.backend import current_backend; print(current_backend())"
+    assert run_python(show, FA3_BACKEND="portable").stdout == "portable\n"
+    refused = run_python(show, FA3_BACKEND="fast")
+    assert refused.stderr.endswith("ValueError: FA3_BACKEND must be one of auto, portable, hopper, got 'fast'\n")
+
+
+def test_availability():
+    reason = fa3.unavailable_reason()
+    assert fa3.is_available() is (reason is None)
+    assert reason is None or len(reason) > 10
+
+
+# --- explain
+
+
+def test_explain_sdpa():
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    explanation = fa3.explain(q, k, v, causal=True)
+    assert (explanation.path, explanation.backward) == ("sdpa-cpu", "portable")
+    assert "square causal" in str(explanation)
+
+
+def test_explain_portable():
+    q, k, v = Case(seqlen_q=100, seqlen_k=300).inputs(torch.bfloat16, "cpu")
+    explanation = fa3.explain(q, k, v, causal=True)
+    assert (explanation.path, explanation.tile) == ("portable", (100, 300))
+    assert "path      portable\nbackward  portable\ntile      100 queries x 300 keys" in str(explanation)
+    with fa3.backend("portable"):
+        assert 'the backend is "portable"' in str(fa3.explain(q, k, v, causal=True))
+
+
+def test_explain_refusal():
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    with fa3.backend("hopper"):
+        explanation = fa3.explain(q, k, v)
+    assert (explanation.path, explanation.backward) == ("refused", None)
+    assert "need CUDA tensors" in str(explanation)
+
+
+def test_explain_checks_its_arguments():
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match=re.escape("v.shape[1] (seqlen_k) must equal k.shape[1] = 129, got 128")):
+        fa3.explain(q, k, v[:, 1:])
+
+
+def test_explain_hopper(monkeypatch):
+    """The arithmetic of a Hopper call, with a table of kernels and a device that are made up."""
+    table = [
+        {"name": f"fwd_{dtype}_hdim{d}", "pass": "fwd", "dtype": dtype, "head_dim": d, "tile_m": 128, "tile_n": n}
+        for dtype in ("bf16", "fp16")
+        for d, n in ((256, 80), (128, 176), (64, 192))
+    ]
+    monkeypatch.setattr("fa3._library.kernel_table", lambda: table)
+    module = sys.modules["fa3.explain"]
+    monkeypatch.setattr(module, "choose_path", lambda device: "hopper")
+    monkeypatch.setattr(module, "_selected_row", lambda dtype, head_dim, seqlen_k, causal: 1 if head_dim <= 128 else -1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    case = Case(seqlen_q=300, num_heads_q=6, head_dim=72, layout="unaligned")
+    explanation = fa3.explain(*case.inputs(torch.bfloat16, "cpu"))
+    assert (explanation.path, explanation.backward) == ("hopper", "portable")
+    assert (explanation.kernel, explanation.tile) == (table[1], (128, 176))
+    assert (explanation.num_m_blocks, explanation.num_tiles, explanation.grid) == (3, 36, 36)
+    assert [copy[0] for copy in explanation.copies] == ["q", "k", "v"]
+    assert "head_dim 72 runs as 128" in str(explanation)
+    assert not fa3.explain(*Case(head_dim=72).inputs(torch.bfloat16, "cpu")).copies
+    assert fa3.explain(*Case(head_dim=72).inputs(torch.float32, "cpu")).path == "refused"
+    assert fa3.explain(*Case(head_dim=136).inputs(torch.bfloat16, "cpu")).path == "refused"
+
+
+# --- FLOP counts and imports
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (2, 5), (5, 2), (7, 7), (0, 3), (3, 0)])
+def test_visible_pairs(seqlen_q, seqlen_k, causal):
+    visible = torch.ones(seqlen_q, seqlen_k)
+    if causal:
+        visible = visible.tril(seqlen_k - seqlen_q)
+    assert ops.visible_pairs(seqlen_q, seqlen_k, causal) == visible.sum()
+
+
+def test_flop_counter():
+    """Forward 4 and backward 10 FLOPs per visible pair and element of head_dim."""
+    q, k = torch.randn(3, 2, 4, 16, requires_grad=True), torch.randn(3, 5, 2, 16)
+    with FlopCounterMode(display=False) as counter:
+        fa3.flash_attn_func(q, k, k, causal=True).sum().backward()
+    pairs = 3 * 4 * (4 + 5)
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    assert counts == {"fa3.portable_fwd": 4 * pairs * 16, "fa3.portable_bwd": 10 * pairs * 16}
+
+
+def test_import_is_cheap():
+    """`import fa3` brings nothing of weight that torch with its FLOP counter has not brought."""
+    code = """
+import sys, time, torch, torch.utils.flop_counter
+before, start = set(sys.modules), time.perf_counter()
+import fa3
+print(time.perf_counter() - start)
+print(*(set(sys.modules) - before))
+"""
+    seconds, modules = run_python(code).stdout.splitlines()
+    assert {name.partition(".")[0] for name in modules.split()} <= {"fa3"} | set(sys.stdlib_module_names)
+    assert float(seconds) < 1.0

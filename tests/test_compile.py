@@ -1,0 +1,192 @@
+"""torch.compile, opcheck and activation checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import pytest
+import torch
+from cases import Case
+from torch._dynamo.testing import CompileCounter
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fa3
+from fa3 import ops
+
+CASES = (
+    Case(seqlen_q=20, seqlen_k=33, num_heads_q=4, head_dim=16),
+    Case(seqlen_q=33, seqlen_k=20, num_heads_q=4, head_dim=16, causal=True),
+    Case(seqlen_q=20, seqlen_k=20, num_heads_q=6, head_dim=16, causal=True, layout="fused_qkv"),
+    Case(seqlen_q=20, seqlen_k=0, num_heads_q=4, head_dim=16),
+    Case(batch=1, seqlen_q=1, seqlen_k=9, num_heads_q=4, num_heads_kv=1, head_dim=16, layout="odd_strides"),
+)
+case_ids = {"ids": lambda case: case.name}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES, **case_ids)
+def test_opcheck_forward(case, dtype):
+    inputs = [x.detach().requires_grad_() for x in case.inputs(dtype, "cpu")]
+    torch.library.opcheck(ops.portable_fwd, (*inputs, 0.25, case.causal))
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("case", CASES, **case_ids)
+def test_opcheck_backward(case, with_dlse):
+    q, k, v = case.inputs(torch.bfloat16, "cpu")
+    dout, dlse = case.output_grads(torch.bfloat16, "cpu")
+    out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
+    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, case.causal)
+    torch.library.opcheck(ops.portable_bwd, arguments)
+
+
+@pytest.mark.parametrize("case", CASES, **case_ids)
+def test_fake_outputs_are_like_the_real_ones(case):
+    q, k, v = case.inputs(torch.bfloat16, "cpu")
+    out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
+    dout, dlse = case.output_grads(torch.bfloat16, "cpu")
+    arguments = (q, k, v, 0.25, case.causal)
+    grads = ops.portable_bwd(dout, dlse, q, k, v, out, lse, 0.25, case.causal)
+    fakes = ops._fake_forward(*arguments) + ops._fake_backward(dout, dlse, q, k, v, out, lse, 0.25, case.causal)
+    for real, fake in zip((out, lse, *grads), fakes, strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+class Block(torch.nn.Module):
+    """Attention as a model uses it: projections, a fused qkv, grouped heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(64, (4 + 2 * 2) * 16)
+        self.out = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
+        attended, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        return self.out(attended.flatten(2)) + lse.mean()
+
+
+def train_step(block: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    block.zero_grad()
+    loss = block(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in block.parameters())]
+
+
+def test_fullgraph_train_step():
+    block, x = Block(), torch.randn(2, 40, 64)
+    expected = train_step(block, x)
+    got = train_step(torch.compile(block, fullgraph=True), x)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bfloat16_inference():
+    q, k, v = Case(seqlen_k=200).inputs(torch.bfloat16, "cpu")
+    compiled = torch.compile(functools.partial(fa3.flash_attn_func, causal=True), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), fa3.flash_attn_func(q, k, v, causal=True))
+
+
+def test_backend_around_a_compiled_call():
+    """The choice is a guard: a compiled function follows the block in which it is called."""
+    q, k, v = Case(seqlen_q=9, seqlen_k=9, head_dim=8).inputs(torch.float32, "cpu")
+    counter = CompileCounter()
+    compiled = torch.compile(fa3.flash_attn_func, fullgraph=True, backend=counter)
+    expected = fa3.flash_attn_func(q, k, v)
+    assert torch.equal(compiled(q, k, v), expected)
+    with fa3.backend("portable"):
+        assert torch.equal(compiled(q, k, v), expected)
+    with fa3.backend("hopper"), pytest.raises(RuntimeError, match="the Hopper kernels need CUDA tensors"):
+        compiled(q, k, v)
+    assert torch.equal(compiled(q, k, v), expected)
+    assert counter.frame_count == 2
+
+
+def test_backend_inside_a_compiled_function():
+    q, k, v = Case(seqlen_q=9, seqlen_k=9, head_dim=8).inputs(torch.float32, "cpu")
+
+    def function(q, k, v):
+        with fa3.backend("portable"):
+            return fa3.flash_attn_func(q, k, v) + 1
+
+    with fa3.backend("hopper"):
+        compiled = torch.compile(function, fullgraph=True, backend="eager")(q, k, v)
+        assert torch.equal(compiled, function(q, k, v))
+        with pytest.raises(RuntimeError, match="the Hopper kernels need CUDA tensors"):
+            fa3.flash_attn_func(q, k, v)
+
+
+def test_query_of_the_gpu_is_a_constant_of_the_graph(monkeypatch):
+    """On CUDA tensors a compiled call asks once whether the kernels can run, by code that cannot be traced."""
+    monkeypatch.setattr("fa3._library.unavailable_reason", lambda index: os.environ.get("FA3_TEST_REASON", "no GPU"))
+    refusal = sys.modules["fa3.backend"]._hopper_refusal
+    compiled = torch.compile(lambda x: x + len(refusal(99)), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(())) == len("no GPU")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_other_lengths_do_not_recompile(causal, needs_grad):
+    """One compilation for the first lengths, one with dynamic shapes, and no more."""
+    counter = CompileCounter()
+    compiled = torch.compile(fa3.flash_attn_func, fullgraph=True, backend=counter)
+    for batch, seqlen_q, seqlen_k in ((2, 5, 9), (3, 7, 8), (4, 30, 31), (5, 31, 30), (6, 64, 64), (7, 200, 3)):
+        q, k, v = Case(batch, seqlen_q, seqlen_k, num_heads_q=4, head_dim=8).inputs(torch.float32, "cpu")
+        q.requires_grad_(needs_grad)
+        out = compiled(q, k, v, causal=causal)
+        torch.testing.assert_close(out, fa3.flash_attn_func(q, k, v, causal=causal))
+        if needs_grad:
+            out.sum().backward()
+    assert counter.frame_count <= 2
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forwards += func is ops.portable_fwd
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("saves", "forwards"), [(False, 2), (True, 1)])
+def test_activation_checkpointing(saves, forwards):
+    """checkpoint_save_ops keeps the attention from being computed again; the gradients are the same to the bit."""
+    block, x = Block(), torch.randn(2, 40, 64)
+    expected = train_step(block, x)
+    options = {}
+    if saves:
+        save_ops = fa3.checkpoint_save_ops()
+        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, save_ops)
+    with _Count() as count:
+        block.zero_grad()
+        loss = checkpoint.checkpoint(block, x, use_reentrant=False, **options).square().mean()
+        loss.backward()
+    assert count.forwards == forwards
+    for a, b in zip([loss, *(p.grad for p in block.parameters())], expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpoint_in_a_compiled_function():
+    block, x = Block(), torch.randn(2, 40, 64)
+    expected = train_step(block, x)
+    block.zero_grad()
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def function(x):
+        return checkpoint.checkpoint(block, x, use_reentrant=False).square().mean()
+
+    function(x).backward()
+    for p, b in zip(block.parameters(), expected[1:], strict=True):
+        torch.testing.assert_close(p.grad, b)

@@ -1,0 +1,215 @@
+"""The kernels' integer logic, compiled for the host: key blocks of a query tile, and who works on which tile."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from host.build import load
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+LARGEST = 2**31 - 1025  # the largest size that csrc/api.cpp lets through
+ROWS_PER_WARPGROUP = 64
+L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
+
+
+@pytest.fixture(scope="module")
+def host():
+    return load()
+
+
+# --- visible_keys and block_range
+
+
+def visible(seqlen_q: int, seqlen_k: int, causal: bool) -> np.ndarray:
+    """The mask as the contract defines it: [i, j] is whether query i sees key j."""
+    i, j = np.ogrid[:seqlen_q, :seqlen_k]
+    return j <= i + seqlen_k - seqlen_q if causal else np.ones((seqlen_q, seqlen_k), bool)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5, 31, 64, 65, 130])
+@pytest.mark.parametrize("seqlen_k", [1, 2, 5, 16, 47, 48, 49, 150])
+def test_block_range_is_the_masks(host, seqlen_q, seqlen_k, causal):
+    mask = visible(seqlen_q, seqlen_k, causal)
+    for row in range(seqlen_q):
+        assert max(0, host.visible_keys(row, seqlen_q, seqlen_k, causal)) == mask[row].sum()
+    for num_rows in (1, 16, 64, 128):
+        for tile_n in (16, 48):
+            # A warpgroup of the last tile may have all its rows past seqlen_q.
+            for row_begin in range(0, seqlen_q + num_rows, num_rows):
+                end, unmasked_end = host.block_range(row_begin, num_rows, tile_n, seqlen_q, seqlen_k, causal)
+                rows = mask[row_begin : row_begin + num_rows]
+                if rows.size == 0:
+                    assert end == math.ceil(seqlen_k / tile_n)
+                    continue
+                seen = [rows[:, j : j + tile_n].any() for j in range(0, seqlen_k, tile_n)]
+                assert end == max(1, sum(seen))
+                assert not any(seen[end:])
+                whole = [rows[:, j : j + tile_n].all() for j in range(0, seqlen_k - tile_n + 1, tile_n)]
+                assert unmasked_end == sum(whole)
+                assert all(whole[:unmasked_end])
+
+
+sizes = st.one_of(st.integers(1, 600), st.integers(LARGEST - 2000, LARGEST), st.integers(1, LARGEST))
+
+
+@given(
+    seqlen_q=sizes,
+    seqlen_k=sizes,
+    tile=st.integers(0, LARGEST // 64),
+    warpgroups=st.sampled_from([1, 2, 3]),
+    tile_n=st.sampled_from([64, 80, 96, 128, 176]),
+    causal=st.booleans(),
+)
+@example(seqlen_q=LARGEST, seqlen_k=LARGEST, tile=LARGEST, warpgroups=3, tile_n=176, causal=True)
+@example(seqlen_q=LARGEST, seqlen_k=1, tile=0, warpgroups=2, tile_n=64, causal=True)
+@example(seqlen_q=1, seqlen_k=LARGEST, tile=0, warpgroups=2, tile_n=176, causal=True)
+@settings(max_examples=2000, deadline=None)
+def test_block_range_near_the_largest_sizes(seqlen_q, seqlen_k, tile, warpgroups, tile_n, causal):
+    """Against the same arithmetic in Python's integers, which do not overflow; every warpgroup of the tile."""
+    host = load()
+    tile_m = warpgroups * ROWS_PER_WARPGROUP
+    tile_begin = min(tile, (seqlen_q - 1) // tile_m) * tile_m
+
+    def keys(row):  # of the last query where there is no such row
+        return seqlen_k - (seqlen_q - 1 - row if causal and row < seqlen_q else 0)
+
+    for row in range(tile_begin, tile_begin + tile_m, 31):
+        assert host.visible_keys(row, seqlen_q, seqlen_k, causal) == keys(row)
+    for row_begin, num_rows in [
+        (tile_begin, tile_m),
+        *((tile_begin + w * ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP) for w in range(warpgroups)),
+    ]:
+        most, fewest = keys(min(row_begin + num_rows, seqlen_q) - 1), keys(row_begin)
+        expected = (max(1, -(-most // tile_n)), max(0, fewest) // tile_n)
+        assert host.block_range(row_begin, num_rows, tile_n, seqlen_q, seqlen_k, causal) == expected
+
+
+@given(seqlen_q=st.integers(1, 1500), seqlen_k=st.integers(1, 1500), causal=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_warpgroup_skips_at_most_one_block(seqlen_q, seqlen_k, causal):
+    """The producer brings the blocks of the whole CTA; csrc/fwd/consumer.cuh steps over one, and over no second one."""
+    host = load()
+    for tile in host.fwd_tiles().values():
+        tile_m = tile["consumer_warpgroups"] * ROWS_PER_WARPGROUP
+        for tile_begin in range(0, seqlen_q, tile_m):
+            end, _ = host.block_range(tile_begin, tile_m, tile["tile_n"], seqlen_q, seqlen_k, causal)
+            for row_begin in range(tile_begin, tile_begin + tile_m, ROWS_PER_WARPGROUP):
+                own_end, _ = host.block_range(
+                    row_begin, ROWS_PER_WARPGROUP, tile["tile_n"], seqlen_q, seqlen_k, causal
+                )
+                assert end - 1 <= own_end <= end
+
+
+# --- TileScheduler
+
+
+def check_covers_all(host, num_m_blocks, num_heads, batch, params) -> np.ndarray:
+    """Asserts that every tile is visited exactly once, and returns the tiles in the order of each CTA's work."""
+    tiles = host.all_tiles(params)
+    cta, m_block, head, batch_idx = tiles.T
+    assert len(tiles) == num_m_blocks * num_heads * batch
+    for index, size in ((cta, params.num_ctas), (m_block, num_m_blocks), (head, num_heads), (batch_idx, batch)):
+        assert index.min() == 0
+        assert index.max() == size - 1  # so every CTA has work, which the kernel relies on
+    number = (batch_idx.astype(np.int64) * num_heads + head) * num_m_blocks + m_block
+    assert len(np.unique(number)) == len(number)
+    return tiles
+
+
+@given(
+    num_m_blocks=st.integers(1, 40),
+    num_heads=st.integers(1, 24),
+    batch=st.integers(1, 12),
+    num_sms=st.sampled_from([1, 2, 7, 78, 114, 132]),
+    longest_first=st.booleans(),
+    max_section_heads=st.integers(1, 300),
+)
+@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=True, max_section_heads=1)
+@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=False, max_section_heads=1)
+@example(num_m_blocks=3, num_heads=7, batch=9500, num_sms=132, longest_first=True, max_section_heads=66500)
+@example(num_m_blocks=2, num_heads=71, batch=1, num_sms=132, longest_first=True, max_section_heads=71)
+@example(num_m_blocks=5000, num_heads=3, batch=1, num_sms=132, longest_first=True, max_section_heads=2)
+@settings(max_examples=300, deadline=None)
+def test_every_tile_is_visited_once(num_m_blocks, num_heads, batch, num_sms, longest_first, max_section_heads):
+    host = load()
+    max_section_heads = min(max_section_heads, num_heads * batch)  # as the launch does
+    params = host.make_tile_scheduler(num_m_blocks, num_heads, batch, num_sms, longest_first, max_section_heads)
+    assert params.num_ctas == min(num_sms, num_m_blocks * num_heads * batch)
+    check_covers_all(host, num_m_blocks, num_heads, batch, params)
+
+
+@pytest.mark.parametrize(("num_m_blocks", "heads", "num_sms"), [(8, 66, 132), (16, 33, 132), (3, 5, 4), (1, 300, 132)])
+def test_full_mask_order(host, num_m_blocks, heads, num_sms):
+    """m_block fastest: tile n goes to CTA n % num_ctas, and the CTAs at work share few heads."""
+    params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, False, 1)
+    cta, m_block, head, _ = check_covers_all(host, num_m_blocks, heads, 1, params).T
+    number = head * num_m_blocks + m_block
+    assert (number % params.num_ctas == cta).all()
+    for c in range(params.num_ctas):
+        assert (np.diff(number[cta == c]) == params.num_ctas).all()
+
+
+@pytest.mark.parametrize(
+    ("num_m_blocks", "heads", "num_sms", "max_section_heads"),
+    [(64, 16, 132, 8), (33, 16, 132, 4), (8, 33, 132, 33), (6, 40, 12, 4), (16, 50, 8, 7)],
+)
+def test_causal_order(host, num_m_blocks, heads, num_sms, max_section_heads):
+    """Longest first, heads fastest, odd rounds backwards, section after section."""
+    params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, True, max_section_heads)
+    assert params.section_heads <= max_section_heads * 17 / 16
+    tiles = check_covers_all(host, num_m_blocks, heads, 1, params)
+    expected = [[] for _ in range(params.num_ctas)]
+    round_idx = 0
+    for first in range(0, heads, params.section_heads):
+        section = range(first, min(first + params.section_heads, heads))
+        in_order = [(m_block, head) for m_block in reversed(range(num_m_blocks)) for head in section]
+        for r in range(params.rounds_per_section):
+            for position, tile in enumerate(in_order[r * params.num_ctas : (r + 1) * params.num_ctas]):
+                backwards = round_idx % 2 == 1
+                expected[params.num_ctas - 1 - position if backwards else position].append(tile)
+            round_idx += 1
+    assert round_idx == params.num_rounds
+    for cta, wanted in enumerate(expected):
+        assert [(m, h) for c, m, h, _ in tiles.tolist() if c == cta] == wanted
+
+
+def causal_imbalance(host, tile, head_dim, batch, seqlen_q, seqlen_k, num_heads, group_size=1, num_sms=132) -> float:
+    """Key blocks of the busiest CTA over the mean, with one more per tile for its start and end."""
+    tile_m = tile["consumer_warpgroups"] * ROWS_PER_WARPGROUP
+    num_m_blocks = -(-seqlen_q // tile_m)
+    section_heads = max(L2_BUDGET_BYTES // (seqlen_k * head_dim * 4), 1) * group_size
+    params = host.make_tile_scheduler(
+        num_m_blocks, num_heads, batch, num_sms, True, min(section_heads, num_heads * batch)
+    )
+    cta, m_block, _, _ = host.all_tiles(params).T
+    blocks = [
+        1 + host.block_range(m * tile_m, tile_m, tile["tile_n"], seqlen_q, seqlen_k, True)[0]
+        for m in range(num_m_blocks)
+    ]
+    work = np.bincount(cta, weights=np.array(blocks)[m_block], minlength=params.num_ctas)
+    return work.max() / work.mean()
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_causal_balance(host, head_dim, seqlen):
+    """16,384 tokens and hidden size 2048, as in the benchmarks: no CTA of 132 has much more work than the mean."""
+    tiles = host.fwd_tiles()
+    names = [name for name in tiles if name.removeprefix("hdim").partition("_")[0] == str(head_dim)]
+    name = next(n for n in names if seqlen <= tiles[n]["max_seqlen_k_causal"])
+    imbalance = causal_imbalance(host, tiles[name], head_dim, 16384 // seqlen, seqlen, seqlen, 2048 // head_dim)
+    assert imbalance < (1.1 if head_dim == 192 else 1.04)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "batch", "num_heads", "group_size"),
+    [(1, 131072, 4, 32, 4), (128, 131072, 8, 16, 1), (512, 16384, 4, 16, 1), (512, 65536, 4, 32, 4)],
+)
+def test_causal_balance_of_few_queries_over_many_keys(host, seqlen_q, seqlen_k, batch, num_heads, group_size):
+    """Where the K and V of few heads fill the L2, a section of those heads must still give every CTA work."""
+    tile = host.fwd_tiles()["hdim128_long"]
+    assert causal_imbalance(host, tile, 128, batch, seqlen_q, seqlen_k, num_heads, group_size) < 1.1
