@@ -1,0 +1,108 @@
+"""What a benchmark says of itself (machine, versions, commit), and how its results are printed and kept."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from statistics import geometric_mean
+
+import torch
+
+from benchmarks.timing import Timing
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = "fa3"
+
+
+def measured_commit() -> str:
+    """The commit of this tree, "-dirty" if tracked files differ from it; FA3_COMMIT for a copy without git."""
+    if (ROOT / ".git").exists():
+        changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        sha = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+        if sha:
+            return f"{sha}-dirty" if changes else sha
+    if os.environ.get("FA3_COMMIT"):
+        return os.environ["FA3_COMMIT"]
+    raise SystemExit("no commit to record: git names none for this tree; pass --commit SHA or set FA3_COMMIT")
+
+
+def environment() -> dict[str, str]:
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver[0] if driver else "unknown",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def gpu_slug(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def result_row(case_fields: dict, flops: int, timings: dict[str, Timing]) -> dict:
+    """One row of the results file: the case, then milliseconds and TFLOP/s by provider."""
+    return {
+        **case_fields,
+        "ms": {name: round(timing.ms, 5) for name, timing in timings.items()},
+        "tflops": {name: round(flops / timing.ms / 1e9, 1) for name, timing in timings.items()},
+        "ms_p20": {name: round(timing.ms_p20, 5) for name, timing in timings.items()},
+        "ms_p80": {name: round(timing.ms_p80, 5) for name, timing in timings.items()},
+    }
+
+
+def ratio(row: dict) -> float | None:
+    """Our speed over that of the best peer of the row; None without us or without peers."""
+    peers = [tflops for name, tflops in row["tflops"].items() if name != OURS]
+    return row["tflops"][OURS] / max(peers) if OURS in row["tflops"] and peers else None
+
+
+def table_header(providers: list[str]) -> str:
+    columns = "".join(f"{name:>13}" for name in providers)
+    return f"pass dtype head_dim   mask seqlen batch heads |{columns} | fa3/best peer"
+
+
+def table_row(row: dict, providers: list[str]) -> str:
+    columns = "".join(f"{row['tflops'].get(name, '-'):>13}" for name in providers)
+    case = f"{row['pass']:4} {row['dtype']:5} {row['head_dim']:8} {mask_name(row['causal']):>6} {row['seqlen']:6}"
+    share = ratio(row)
+    return f"{case} {row['batch']:5} {row['heads']:5} |{columns} | {'-' if share is None else f'{share:.3f}'}"
+
+
+def summary(rows: list[dict]) -> str:
+    """Geometric mean and minimum of the ratio to the best peer, per head_dim and over all."""
+    groups = [(f"head_dim {d}", [r for r in rows if r["head_dim"] == d]) for d in sorted({r["head_dim"] for r in rows})]
+    lines = []
+    for title, group in [*groups, ("all", rows)]:
+        ratios = [(share, row) for row in group if (share := ratio(row)) is not None]
+        if ratios:
+            least, row = min(ratios, key=lambda pair: pair[0])
+            where = f"head_dim {row['head_dim']}, {mask_name(row['causal'])}, seqlen {row['seqlen']}"
+            mean = geometric_mean([share for share, _ in ratios])
+            lines.append(f"{title:>12}: geometric mean {mean:.3f}, minimum {least:.3f} ({where}), {len(ratios)} cells")
+    return "\n".join(lines) or "no cell has both fa3 and a peer"
+
+
+def mask_name(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+def write_json(path: Path, results: dict) -> None:
+    """One row a line, so that a new measurement reads well as a diff."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {name: value for name, value in results.items() if name != "rows"}
+    rows = ",\n  ".join(json.dumps(row) for row in results["rows"])
+    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
+
+
+def _output(*command: str) -> str:
+    """What the command prints; empty if it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

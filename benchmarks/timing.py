@@ -1,0 +1,94 @@
+"""The one timer: GPU time of a call by CUDA events, with a cold L2, candidates taking turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+L2_CLEAR_MIB = 256  # several times the L2 of any GPU so far
+HEAD_START_CLEARS = 16  # about 1 ms of GPU work
+WARM_UP_LAUNCHES = 4
+MIN_LAUNCHES, MAX_LAUNCHES = 5, 50
+DEFAULT_BUDGET_MS = 25.0
+DEFAULT_ROUNDS, MIN_ROUNDS = 7, 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Over the rounds, in milliseconds."""
+
+    ms: float  # median
+    ms_p20: float
+    ms_p80: float
+
+
+class LaunchTimer:
+    """Times a call on the current stream: median of several launches, each after a clear of the L2, not timed."""
+
+    def __init__(self, budget_ms: float = DEFAULT_BUDGET_MS):
+        self.budget_ms = budget_ms
+        self.l2_buffer = torch.empty(L2_CLEAR_MIB * 2**20, dtype=torch.uint8, device="cuda")
+        self.clear_ms = self.measure(lambda: self.l2_buffer.zero_(), MIN_LAUNCHES)
+
+    def warm_up(self, call: Callable[[], object]) -> int:
+        """Runs the call a few times; returns how many launches of it fit the budget of one round."""
+        call()
+        ms = self.measure(call, WARM_UP_LAUNCHES)
+        return min(max(round(self.budget_ms / (ms + self.clear_ms)), MIN_LAUNCHES), MAX_LAUNCHES)
+
+    def measure(self, call: Callable[[], object], launches: int) -> float:
+        """Median GPU time of one call in milliseconds."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(launches)]
+        # While the GPU is busy with these the host queues launches ahead: else the wait for a launch would be timed.
+        for _ in range(HEAD_START_CLEARS):
+            self.l2_buffer.zero_()
+        for start, end in events:
+            self.l2_buffer.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return quantile([start.elapsed_time(end) for start, end in events], 0.5)
+
+
+def time_in_turns(calls: dict[str, Callable[[], object]], rounds: int, timer: LaunchTimer) -> dict[str, Timing]:
+    """Times every call once per round, in an order that rotates, so that a drift of the clocks falls on all alike."""
+    launches = {name: timer.warm_up(call) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        for name in order:
+            samples[name].append(timer.measure(calls[name], launches[name]))
+        order = order[1:] + order[:1]
+    return {name: Timing(*(quantile(ms, q) for q in (0.5, 0.2, 0.8))) for name, ms in samples.items()}
+
+
+def quantile(values: list[float], q: float) -> float:
+    return torch.tensor(values, dtype=torch.float64).quantile(q).item()
+
+
+def method(rounds: int, budget_ms: float) -> str:
+    """How the numbers came about, in one sentence."""
+    return (
+        f"CUDA events around each launch, {WARM_UP_LAUNCHES + 1} warm-up launches, providers in turns over {rounds} "
+        f"rounds in rotating order, in a round the median of {MIN_LAUNCHES} to {MAX_LAUNCHES} launches (about "
+        f"{budget_ms:g} ms), over the rounds median, p20 and p80; L2 cleared before each launch by zeroing "
+        f"{L2_CLEAR_MIB} MiB, not timed"
+    )
+
+
+def measure_ceilings(timer: LaunchTimer, rounds: int) -> dict[str, float | None]:
+    """What the chip reaches today: a bf16 matrix product of 8192^3, a device-to-device copy counting both ways."""
+    size, copy_bytes = 8192, 2**31
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = torch.empty_like(a)
+    source, target = (torch.empty(copy_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    calls = {"gemm": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
+    timings = time_in_turns(calls, rounds, timer)
+    return {
+        "bf16_gemm_tflops": round(2 * size**3 / timings["gemm"].ms / 1e9, 1),
+        "fp8_gemm_tflops": None,
+        "copy_gbps": round(2 * copy_bytes / timings["copy"].ms / 1e6, 1),
+    }
