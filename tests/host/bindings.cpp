@@ -1,0 +1,70 @@
+// The integer logic of csrc/common for Python. It needs no GPU and no CUDA headers: tests/host/build.py compiles it.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "common/block_range.h"
+#include "common/tile_scheduler.h"
+#include "fwd/tiles.h"
+
+namespace py = pybind11;
+
+// Every tile of a launch as rows (cta, m_block, head_idx, batch_idx): CTA after CTA, each in the order of its work.
+static py::array_t<int> all_tiles(fa3::TileSchedulerParams const& params) {
+  std::vector<std::array<int, 4>> rows;
+  for (int cta = 0; cta < params.num_ctas; ++cta) {
+    fa3::TileScheduler scheduler(params, cta);
+    for (fa3::Tile tile; scheduler.next(tile);) {
+      rows.push_back({cta, tile.m_block, tile.head_idx, tile.batch_idx});
+    }
+  }
+  py::array_t<int> table({static_cast<py::ssize_t>(rows.size()), py::ssize_t{4}});
+  for (size_t i = 0; i < rows.size(); ++i) {
+    std::copy(rows[i].begin(), rows[i].end(), table.mutable_data(i));
+  }
+  return table;
+}
+
+static py::dict fwd_tiles() {
+  py::dict tiles;
+  auto const add = [&](char const* name, fa3::FwdTile const& tile) {
+    tiles[name] = py::dict(py::arg("consumer_warpgroups") = tile.consumer_warpgroups, py::arg("tile_n") = tile.tile_n,
+                           py::arg("out_slabs") = tile.out_slabs,
+                           py::arg("max_seqlen_k_full") = tile.max_seqlen_k_full,
+                           py::arg("max_seqlen_k_causal") = tile.max_seqlen_k_causal);
+  };
+  add("hdim64", fa3::kFwdHdim64);
+  add("hdim128_short", fa3::kFwdHdim128Short);
+  add("hdim128_long", fa3::kFwdHdim128Long);
+  add("hdim192", fa3::kFwdHdim192);
+  add("hdim256_short", fa3::kFwdHdim256Short);
+  add("hdim256_long", fa3::kFwdHdim256Long);
+  return tiles;
+}
+
+PYBIND11_MODULE(fa3_host, m) {
+  m.def("fwd_tiles", &fwd_tiles);  // csrc/fwd/tiles.h, by the end of the source file's name
+
+  m.def("visible_keys", &fa3::visible_keys, py::arg("row"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("causal"));
+  m.def(
+      "block_range",
+      [](int row_begin, int num_rows, int tile_n, int seqlen_q, int seqlen_k, bool causal) {
+        fa3::BlockRange const range = fa3::block_range(row_begin, num_rows, tile_n, seqlen_q, seqlen_k, causal);
+        return py::make_tuple(range.end, range.unmasked_end);
+      },
+      py::arg("row_begin"), py::arg("num_rows"), py::arg("tile_n"), py::arg("seqlen_q"), py::arg("seqlen_k"),
+      py::arg("causal"));
+
+  py::class_<fa3::TileSchedulerParams>(m, "TileSchedulerParams")
+      .def_readonly("num_m_blocks", &fa3::TileSchedulerParams::num_m_blocks)
+      .def_readonly("num_ctas", &fa3::TileSchedulerParams::num_ctas)
+      .def_readonly("section_heads", &fa3::TileSchedulerParams::section_heads)
+      .def_readonly("rounds_per_section", &fa3::TileSchedulerParams::rounds_per_section)
+      .def_readonly("num_rounds", &fa3::TileSchedulerParams::num_rounds);
+  m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_m_blocks"), py::arg("num_heads"),
+        py::arg("batch"), py::arg("num_sms"), py::arg("longest_first"), py::arg("max_section_heads"));
+  m.def("all_tiles", &all_tiles, py::arg("params"));
+}
