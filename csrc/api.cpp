@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <cmath>
 #include <limits>
 #include <mutex>
 #include <string>
@@ -120,7 +119,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v
                  "have k's shape " + shape_of(k), shape_of(v));
   check_argument(num_heads_q >= 1 && num_heads_kv >= 1 && num_heads_q % num_heads_kv == 0, "q",
                  "have a multiple of k's " + std::to_string(num_heads_kv) + " heads", std::to_string(num_heads_q));
-  check_argument(std::isfinite(softmax_scale) && softmax_scale > 0, "softmax_scale", "be finite and above 0",
+  check_argument(softmax_scale >= 1e-37 && softmax_scale <= 1e38, "softmax_scale", "be from 1e-37 to 1e38 (float32)",
                  std::to_string(softmax_scale));
 
   int const device = q.get_device();

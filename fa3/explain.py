@@ -131,4 +131,6 @@ def _copy_for_tma(name: str, x: Tensor) -> str | None:
         stride_bytes = x.stride(dim) * x.element_size()
         if x.shape[dim] > 1 and stride_bytes % _TMA_ALIGNMENT_BYTES != 0:
             return f"{name}: stride {stride_bytes} bytes of dimension {dim} is not a multiple of {_TMA_ALIGNMENT_BYTES}"
+        if x.shape[dim] > 1 and stride_bytes >= 2**40:
+            return f"{name}: stride {stride_bytes} bytes of dimension {dim} is not below 2^40"
     return None

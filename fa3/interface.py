@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -50,7 +48,8 @@ def flash_attn_func(
             head_dim is a multiple of 8 from 8 to 256.
         k: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_kv.
         v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q.
-        softmax_scale: factor of the scores q k^T before softmax, finite and above 0. None: 1 / sqrt(head_dim).
+        softmax_scale: factor of the scores q k^T before softmax, above 0 and within float32: 1e-37 to 1e38.
+            None: 1 / sqrt(head_dim).
         causal: True hides later keys. The mask is aligned to the bottom right corner, so that the last query sees every
             key: query i sees keys j <= i + seqlen_k - seqlen_q (1: visible, 0: hidden).
 
@@ -82,7 +81,8 @@ def flash_attn_func(
             float64 inputs): the natural logarithm of the sum over visible keys of exp(softmax_scale * q k^T).
 
         A row that sees no key (causal with seqlen_q > seqlen_k, or seqlen_k = 0) has out 0 and lse -inf, gets dq 0, and
-        adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine.
+        adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine. NaN in v at a key that causal
+        hides may reach rows that share a block of keys with it (0 x NaN), as in a matrix product with P.
 
     Raises:
         TypeError: an argument of the wrong type, or q, k and v of different or non-floating dtypes.
@@ -98,11 +98,11 @@ def flash_attn_func(
         softmax_scale = q.shape[3] ** -0.5
     elif not isinstance(softmax_scale, (int, float)) or isinstance(softmax_scale, bool):
         raise _error(TypeError, "softmax_scale", "be a float or None", type(softmax_scale).__name__)
-    elif not 0.0 < softmax_scale < math.inf:
+    elif not 1e-37 <= softmax_scale <= 1e38:
         remedy = "; leave it out for 1 / sqrt(head_dim)" + (
             " (the fourth argument is softmax_scale: there is no dropout_p)" if softmax_scale == 0 else ""
         )
-        raise _error(ValueError, "softmax_scale", "be finite and above 0", softmax_scale, remedy)
+        raise _error(ValueError, "softmax_scale", "be from 1e-37 to 1e38", softmax_scale, remedy)
     if not isinstance(causal, bool):
         raise _error(TypeError, "causal", "be a bool", type(causal).__name__)
     for name, x in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):

@@ -1,4 +1,4 @@
-"""The cases that CPU and GPU tests share: sizes, masks and memory layouts."""
+"""What CPU and GPU tests share: the call under test, and its cases of sizes, masks and memory layouts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import fa3
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 1023)
 HEAD_DIMS = (8, 40, 64, 72, 96, 128, 136, 192, 256)
 HEADS = ((2, 2), (6, 2), (4, 1), (7, 1), (16, 2))  # groups of 1, 3, 4, 7, 8
@@ -65,6 +68,13 @@ class Case:
         rows_without_keys = self.seqlen_q if self.seqlen_k == 0 else max(0, self.seqlen_q - self.seqlen_k) * self.causal
         dlse[:, :, :rows_without_keys] = 0.0
         return dout, dlse
+
+
+ids = {"ids": lambda x: x.name if isinstance(x, Case) else str(x).removeprefix("torch.")}
+
+
+def fa3_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return fa3.flash_attn_func(q, k, v, return_lse=True, **options)
 
 
 def _with_odd_strides(x: torch.Tensor) -> torch.Tensor:

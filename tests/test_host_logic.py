@@ -9,9 +9,9 @@ import pytest
 from host.build import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiles import FWD_TILES, HEAD_DIMS, ROWS_PER_WARPGROUP, FwdTile, tile_for
 
 LARGEST = 2**31 - 1025  # the largest size that csrc/api.cpp lets through
-ROWS_PER_WARPGROUP = 64
 L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
 
 
@@ -93,14 +93,11 @@ def test_block_range_near_the_largest_sizes(seqlen_q, seqlen_k, tile, warpgroups
 def test_a_warpgroup_skips_at_most_one_block(seqlen_q, seqlen_k, causal):
     """The producer brings the blocks of the whole CTA; csrc/fwd/consumer.cuh steps over one, and over no second one."""
     host = load()
-    for tile in host.fwd_tiles().values():
-        tile_m = tile["consumer_warpgroups"] * ROWS_PER_WARPGROUP
-        for tile_begin in range(0, seqlen_q, tile_m):
-            end, _ = host.block_range(tile_begin, tile_m, tile["tile_n"], seqlen_q, seqlen_k, causal)
-            for row_begin in range(tile_begin, tile_begin + tile_m, ROWS_PER_WARPGROUP):
-                own_end, _ = host.block_range(
-                    row_begin, ROWS_PER_WARPGROUP, tile["tile_n"], seqlen_q, seqlen_k, causal
-                )
+    for tile in FWD_TILES.values():
+        for tile_begin in range(0, seqlen_q, tile.tile_m):
+            end, _ = host.block_range(tile_begin, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k, causal)
+            for row_begin in range(tile_begin, tile_begin + tile.tile_m, ROWS_PER_WARPGROUP):
+                own_end, _ = host.block_range(row_begin, ROWS_PER_WARPGROUP, tile.tile_n, seqlen_q, seqlen_k, causal)
                 assert end - 1 <= own_end <= end
 
 
@@ -160,7 +157,8 @@ def test_full_mask_order(host, num_m_blocks, heads, num_sms):
 def test_causal_order(host, num_m_blocks, heads, num_sms, max_section_heads):
     """Longest first, heads fastest, odd rounds backwards, section after section."""
     params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, True, max_section_heads)
-    assert params.section_heads <= max_section_heads * 17 / 16
+    a_round = -(-params.num_ctas // num_m_blocks)  # heads that give every CTA a tile
+    assert params.section_heads <= max(max_section_heads * 17 // 16, 2 * a_round)
     tiles = check_covers_all(host, num_m_blocks, heads, 1, params)
     expected = [[] for _ in range(params.num_ctas)]
     round_idx = 0
@@ -177,17 +175,24 @@ def test_causal_order(host, num_m_blocks, heads, num_sms, max_section_heads):
         assert [(m, h) for c, m, h, _ in tiles.tolist() if c == cta] == wanted
 
 
-def causal_imbalance(host, tile, head_dim, batch, seqlen_q, seqlen_k, num_heads, group_size=1, num_sms=132) -> float:
-    """Key blocks of the busiest CTA over the mean, with one more per tile for its start and end."""
-    tile_m = tile["consumer_warpgroups"] * ROWS_PER_WARPGROUP
-    num_m_blocks = -(-seqlen_q // tile_m)
-    section_heads = max(L2_BUDGET_BYTES // (seqlen_k * head_dim * 4), 1) * group_size
-    params = host.make_tile_scheduler(
-        num_m_blocks, num_heads, batch, num_sms, True, min(section_heads, num_heads * batch)
-    )
+def causal_imbalance(
+    host,
+    tile: FwdTile,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    num_heads: int,
+    group_size: int = 1,
+    num_sms: int = 132,
+) -> float:
+    """Key blocks of the busiest CTA over the mean, counting one more per tile for its start and end."""
+    num_m_blocks = -(-seqlen_q // tile.tile_m)
+    section_heads = max(L2_BUDGET_BYTES // (seqlen_k * tile.head_dim * 4), 1) * group_size
+    section_heads = min(section_heads, num_heads * batch)
+    params = host.make_tile_scheduler(num_m_blocks, num_heads, batch, num_sms, True, section_heads)
     cta, m_block, _, _ = host.all_tiles(params).T
     blocks = [
-        1 + host.block_range(m * tile_m, tile_m, tile["tile_n"], seqlen_q, seqlen_k, True)[0]
+        1 + host.block_range(m * tile.tile_m, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k, True)[0]
         for m in range(num_m_blocks)
     ]
     work = np.bincount(cta, weights=np.array(blocks)[m_block], minlength=params.num_ctas)
@@ -195,14 +200,12 @@ def causal_imbalance(host, tile, head_dim, batch, seqlen_q, seqlen_k, num_heads,
 
 
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_causal_balance(host, head_dim, seqlen):
     """16,384 tokens and hidden size 2048, as in the benchmarks: no CTA of 132 has much more work than the mean."""
-    tiles = host.fwd_tiles()
-    names = [name for name in tiles if name.removeprefix("hdim").partition("_")[0] == str(head_dim)]
-    name = next(n for n in names if seqlen <= tiles[n]["max_seqlen_k_causal"])
-    imbalance = causal_imbalance(host, tiles[name], head_dim, 16384 // seqlen, seqlen, seqlen, 2048 // head_dim)
-    assert imbalance < (1.1 if head_dim == 192 else 1.04)
+    tile = tile_for(head_dim, seqlen, causal=True)
+    imbalance = causal_imbalance(host, tile, 16384 // seqlen, seqlen, seqlen, 2048 // head_dim)
+    assert imbalance < (1.04 if head_dim in (64, 128, 256) else 1.1)
 
 
 @pytest.mark.parametrize(
@@ -211,5 +214,5 @@ def test_causal_balance(host, head_dim, seqlen):
 )
 def test_causal_balance_of_few_queries_over_many_keys(host, seqlen_q, seqlen_k, batch, num_heads, group_size):
     """Where the K and V of few heads fill the L2, a section of those heads must still give every CTA work."""
-    tile = host.fwd_tiles()["hdim128_long"]
-    assert causal_imbalance(host, tile, 128, batch, seqlen_q, seqlen_k, num_heads, group_size) < 1.1
+    tile = tile_for(128, seqlen_k, causal=True)
+    assert causal_imbalance(host, tile, batch, seqlen_q, seqlen_k, num_heads, group_size) < 1.1

@@ -8,16 +8,14 @@ import random
 import pytest
 import reference
 import torch
-from cases import CASES, RECTANGULAR, SQUARE, STRIDED, Case, draw
+from cases import CASES, HALF_DTYPES, RECTANGULAR, SQUARE, STRIDED, Case, draw, fa3_with_lse, ids
 from compare import check_close, check_results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
 from fa3 import portable
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 FULL_DTYPES = (torch.float32, torch.float64)
-ids = {"ids": lambda x: x.name if isinstance(x, Case) else str(x).removeprefix("torch.")}
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +30,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(portable._TILE_ELEMENTS, device, 0)
     monkeypatch.setattr(portable, "_MIN_TILE", 16)
-
-
-def fa3_with_lse(q, k, v, **options):
-    return fa3.flash_attn_func(q, k, v, return_lse=True, **options)
 
 
 def check_case(case: Case, dtype: torch.dtype, device: torch.device, **options) -> None:

@@ -5,7 +5,7 @@
 
 namespace fa3 {
 
-// Number of leading keys that query `row` sees, which may be 0 or less for a row without keys.
+// Number of leading keys that query `row` sees: 0 or less for a row without keys, all of them for a row past the end.
 //
 //   causal, seqlen_q = 2, seqlen_k = 5      causal, seqlen_q = 5, seqlen_k = 2
 //     row 0   1 1 1 1 0   -> 4                rows 0-2   0 0   -> <= 0
@@ -26,8 +26,7 @@ struct BlockRange {
 
 FA3_HOST_DEVICE BlockRange block_range(int row_begin, int num_rows, int tile_n, int seqlen_q, int seqlen_k,
                                        bool causal) {
-  int const row_end = row_begin + num_rows < seqlen_q ? row_begin + num_rows : seqlen_q;
-  int const most = visible_keys(row_end - 1, seqlen_q, seqlen_k, causal);
+  int const most = visible_keys(row_begin + num_rows - 1, seqlen_q, seqlen_k, causal);
   int const fewest = visible_keys(row_begin, seqlen_q, seqlen_k, causal);
   return {most > tile_n ? (most + tile_n - 1) / tile_n : 1, fewest > 0 ? fewest / tile_n : 0};
 }

@@ -23,20 +23,25 @@ struct TileSchedulerParams {
   int num_rounds;
 };
 
-// Builds the parameters. `max_section_heads` is the number of head_batches whose K and V fit the L2 together.
+// Builds the parameters. `l2_heads` is the number of head_batches whose K and V fit the L2 together.
 FA3_HOST_DEVICE TileSchedulerParams make_tile_scheduler(int num_m_blocks, int num_heads, int batch, int num_sms,
-                                                        bool longest_first, int max_section_heads) {
+                                                        bool longest_first, int l2_heads) {
   int const num_head_batches = num_heads * batch;
   int const num_tiles = num_m_blocks * num_head_batches;
   int const num_ctas = num_tiles < num_sms ? num_tiles : num_sms;
   int section_heads = num_head_batches;
-  if (longest_first && max_section_heads < num_head_batches) {
-    section_heads = max_section_heads;
-    // Better, where some number of heads near the limit allows it: a whole, even number of rounds.
-    for (int heads = 1; heads <= max_section_heads + max_section_heads / 16; ++heads) {
-      if (heads * num_m_blocks % (2 * num_ctas) == 0) {
-        section_heads = heads;
-        break;
+  if (longest_first) {
+    int const one_round = (num_ctas + num_m_blocks - 1) / num_m_blocks;  // fewer heads would leave CTAs without work
+    int const most = l2_heads > one_round ? l2_heads : one_round;
+    if (most < num_head_batches) {
+      int const num_sections = (num_head_batches + most - 1) / most;
+      section_heads = (num_head_batches + num_sections - 1) / num_sections;  // sections of nearly equal size
+      // Better, where some number of heads allows it: sections that fill a whole, even number of rounds.
+      for (int heads = 1; heads <= most + most / 16; ++heads) {
+        if (heads * num_m_blocks % (2 * num_ctas) == 0) {
+          section_heads = heads;
+          break;
+        }
       }
     }
   }

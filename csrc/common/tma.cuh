@@ -1,6 +1,7 @@
 // TMA: tensor maps (host) and the loads and stores of one tile (device).
 //
-// A tile is brought as slabs of 64 columns (128 bytes, the span of the 128-byte swizzle), each [rows][64]:
+// A tile is brought as slabs of 64 columns (128 bytes, the span of the widest swizzle), each [rows][64]; where head_dim
+// is not a multiple of 64, of 32 columns:
 //
 //   global (seqlen, head_dim)      shared
 //   +----------+----------+        slab 0  rows x 128 bytes   columns  0..63
@@ -24,7 +25,13 @@
 
 namespace fa3 {
 
-constexpr int kSlabColumns = 64;  // 16-bit elements in the 128-byte swizzle span
+constexpr int slab_columns(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
+
+// Where the 16-byte chunk `chunk` of a slab's row `row` lies in that row: the swizzle that TMA and WGMMA apply.
+template <int kSlabColumns>
+CUTLASS_DEVICE int swizzled_chunk(int row, int chunk) {
+  return kSlabColumns == 64 ? chunk ^ (row % 8) : chunk ^ (row / 2 % 4);
+}
 
 template <class Element>
 constexpr CUtensorMapDataType tensor_map_type() {
@@ -46,7 +53,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 // A map over (head_dim, seqlen, num_heads, batch) whose box is one slab of `box_rows` rows.
-template <class Element>
+template <class Element, int kSlabColumns>
 CUtensorMap make_tensor_map(TensorArg const& tensor, int head_dim, int seqlen, int num_heads, int batch, int box_rows) {
   // The stride of a dimension of size 1 is never used, and the caller's may be one that TMA refuses.
   auto const stride_bytes = [](int size, int64_t stride) {
@@ -59,10 +66,10 @@ CUtensorMap make_tensor_map(TensorArg const& tensor, int head_dim, int seqlen, i
   cuuint32_t const box[4] = {kSlabColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  CUresult const result =
-      tensor_map_encoder()(&map, tensor_map_type<Element>(), 4, tensor.data, sizes, strides, box, element_strides,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result = tensor_map_encoder()(
+      &map, tensor_map_type<Element>(), 4, tensor.data, sizes, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, kSlabColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FA3_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result));
   return map;
 }
@@ -72,7 +79,7 @@ template <int kRows, int kHeadDim, class Element>
 CUTLASS_DEVICE void load_tile(CUtensorMap const& map, uint64_t* barrier, cute::TMA::CacheHintSm90 cache_hint,
                               Element* smem, int row, int head_idx, int batch_idx) {
   CUTLASS_PRAGMA_UNROLL
-  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+  for (int column = 0; column < kHeadDim; column += slab_columns(kHeadDim)) {
     cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cache_hint), smem + column * kRows, column, row,
                                  head_idx, batch_idx);
   }

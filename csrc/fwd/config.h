@@ -21,11 +21,13 @@ struct FwdConfig {
   static constexpr int kConsumerWarpgroups = kTile.consumer_warpgroups;
   static constexpr int kTileM = kConsumerWarpgroups * kRowsPerWarpgroup;
   static constexpr int kTileN = kTile.tile_n;
+  static constexpr int kSlabColumns = slab_columns(kHeadDim);
   static constexpr int kStagesQ = kTile.stages_q;
   static constexpr int kStagesKV = kTile.stages_kv;
   static constexpr bool kOutReplacesQ = kTile.out_slabs == 0;
   static constexpr int kOutSlabs = kOutReplacesQ ? kHeadDim / kSlabColumns : kTile.out_slabs;
-  static_assert(!kOutReplacesQ || kStagesQ == 1);
+  static_assert(!kOutReplacesQ || (kStagesQ == 1 && kTile.ping_pong),
+                "a turn of ping-pong lies between a warpgroup's last read of Q and the O that replaces it");
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
   static constexpr int kNumThreads = (1 + kConsumerWarpgroups) * cutlass::NumThreadsPerWarpGroup;
@@ -46,9 +48,11 @@ struct FwdConfig {
 
   using Schedule = std::conditional_t<kTile.ping_pong, PingPong<kConsumerWarpgroups>, FreeRunning>;
 
-  // Shared-memory layouts, all with the 128-byte swizzle that TMA writes (common/tma.cuh).
-  using KMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
-  using MnMajorAtom = cute::GMMA::Layout_MN_SW128_Atom<Element>;
+  // Shared-memory layouts, as TMA writes them (common/tma.cuh).
+  using KMajorAtom = std::conditional_t<kSlabColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+  using MnMajorAtom = std::conditional_t<kSlabColumns == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                                         cute::GMMA::Layout_MN_SW64_Atom<Element>>;
   using TileN = cute::Int<kTileN>;
   using HeadDim = cute::Int<kHeadDim>;
   using StagesQ = cute::Int<kStagesQ>;
@@ -79,7 +83,7 @@ struct FwdConfig {
     alignas(1024) Element q[kConsumerWarpgroups][kStagesQ][kRowsPerWarpgroup * kHeadDim];
     alignas(1024) Element k[kStagesKV][kTileN * kHeadDim];
     alignas(1024) Element v[kStagesKV][kTileN * kHeadDim];
-    // (warpgroup, slab, 64 rows, 64 columns) of O
+    // (warpgroup, slab, 64 rows, kSlabColumns) of O
     alignas(1024) Element out[kOutReplacesQ ? 0 : kConsumerWarpgroups][kOutSlabs][kRowsPerWarpgroup * kSlabColumns];
     PipelineQ pipeline_q[kConsumerWarpgroups];
     PipelineKV pipeline_k;

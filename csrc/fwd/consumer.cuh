@@ -44,22 +44,19 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
   OnlineSoftmax softmax;
   float correction[kRowsPerThread];
 
-  // What this warpgroup does of a tile.
-  struct Work {
-    Tile tile;
-    BlockRange range;  // key blocks that its 64 rows see
-    bool skips_block;  // the last key block of the CTA's tile is hidden from all of them
-  };
   TileScheduler scheduler(params.scheduler, blockIdx.x);
-  auto const next_work = [&](Work& work) CUTLASS_LAMBDA_FUNC_INLINE {
-    bool const found = scheduler.next(work.tile);
-    int const tile_row = work.tile.m_block * Config::kTileM;
-    work.range = block_range(tile_row + warpgroup_idx * kRowsPerWarpgroup, kRowsPerWarpgroup, Config::kTileN,
-                             params.seqlen_q, params.seqlen_k, params.causal);
-    work.skips_block =
-        work.range.end <
-        block_range(tile_row, Config::kTileM, Config::kTileN, params.seqlen_q, params.seqlen_k, params.causal).end;
-    return found;
+  Tile tile, next;
+  scheduler.next(tile);  // there is one: the grid has no more CTAs than tiles
+  auto const rows_range = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
+    return block_range(tile.m_block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup, kRowsPerWarpgroup,
+                       Config::kTileN, params.seqlen_q, params.seqlen_k, params.causal);
+  };
+  BlockRange range = rows_range(tile);  // key blocks of `tile` that this warpgroup's 64 rows see
+  // Whether the last key block of the CTA's tile is hidden from all of this warpgroup's rows.
+  auto const skips_block = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
+    return rows_range(tile).end < block_range(tile.m_block * Config::kTileM, Config::kTileM, Config::kTileN,
+                                              params.seqlen_q, params.seqlen_k, params.causal)
+                                      .end;
   };
 
   auto const release_k = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -74,8 +71,8 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
     pipeline_v.release(v_state);
     v_state.advance();
   };
-  auto const wait_first_block = [&](Work const& work) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (work.skips_block) {
+  auto const wait_first_block = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (skips_block(tile)) {
       Schedule::wait_turn(warpgroup_idx);
       Schedule::pass_turn(warpgroup_idx);
       pipeline_k.wait(k_state);
@@ -98,12 +95,12 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
       release_q();
     }
   };
-  auto const mask_and_softmax = [&](Work const& work, int n_block) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (n_block >= work.range.unmasked_end) {
+  auto const mask_and_softmax = [&](int n_block) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (n_block >= range.unmasked_end) {
       int limit[kRowsPerThread];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowsPerThread; ++i) {
-        int const row = work.tile.m_block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup + accumulator_row(i);
+        int const row = tile.m_block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup + accumulator_row(i);
         limit[i] = visible_keys(row, params.seqlen_q, params.seqlen_k, params.causal) - n_block * Config::kTileN;
       }
       mask_columns(tSrS, limit);
@@ -111,36 +108,36 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
     softmax.update(tSrS, params.softmax_scale_log2, correction);
   };
   // S and P of a tile's first block, with no O yet.
-  auto const first_softmax = [&](Work const& work) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (work.skips_block) {
+  auto const first_softmax = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    if (skips_block(tile)) {
       pipeline_v.wait(v_state);
       release_v();
     }
     softmax.reset();
-    mask_and_softmax(work, work.range.end - 1);
+    mask_and_softmax(range.end - 1);
     convert(tSrS, tOrP);
   };
   // A tile's first block with nothing to overlap it with.
-  auto const first_block = [&](Work const& work) CUTLASS_LAMBDA_FUNC_INLINE {
-    wait_first_block(work);
+  auto const first_block = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    wait_first_block(tile);
     Schedule::wait_turn(warpgroup_idx);
     issue_qk();
     Schedule::pass_turn(warpgroup_idx);
     warpgroup_wait<0>();
-    release_qk(work.range.end - 1);
-    first_softmax(work);
+    release_qk(range.end - 1);
+    first_softmax();
   };
   // The blocks in between: S of n_block under way together with O of n_block + 1.
-  auto const middle_blocks = [&](Work const& work) CUTLASS_LAMBDA_FUNC_INLINE {
-    for (int n_block = work.range.end - 2; n_block >= 0; --n_block) {
+  auto const middle_blocks = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    for (int n_block = range.end - 2; n_block >= 0; --n_block) {
       pipeline_k.wait(k_state);
       Schedule::wait_turn(warpgroup_idx);
       issue_qk();
-      issue_pv(n_block < work.range.end - 2);
+      issue_pv(n_block < range.end - 2);
       Schedule::pass_turn(warpgroup_idx);
       warpgroup_wait<1>();
       release_qk(n_block);
-      mask_and_softmax(work, n_block);
+      mask_and_softmax(n_block);
       warpgroup_wait<0>();
       release_v();
       convert(tSrS, tOrP);
@@ -150,51 +147,51 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
       }
     }
   };
-  auto const last_block = [&](Work const& work) CUTLASS_LAMBDA_FUNC_INLINE {
+  auto const last_block = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     Schedule::wait_turn(warpgroup_idx);
-    issue_pv(work.range.end > 1);
+    issue_pv(range.end > 1);
     Schedule::pass_turn(warpgroup_idx);
     warpgroup_wait<0>();
     release_v();
   };
 
   Schedule::start(warpgroup_idx);
-  Work work, next;
-  next_work(work);  // there is one: the grid has no more CTAs than tiles
   if constexpr (Config::kOutReplacesQ) {
-    do {
-      first_block(work);
-      middle_blocks(work);
-      last_block(work);
-      store_tile<Config>(params, smem, warpgroup_idx, work.tile, softmax, tOrO);
+    bool has_next = true;
+    while (has_next) {
+      first_block();
+      middle_blocks();
+      last_block();
+      store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);
       cute::tma_store_wait<0>();  // O has left the place of Q
       release_q();
-    } while (next_work(work));
+      has_next = scheduler.next(tile);
+      range = rows_range(tile);
+    }
   } else {
-    first_block(work);
-    bool has_next = next_work(next);
-    while (true) {
-      middle_blocks(work);
-      if (!has_next) {
-        break;
-      }
+    first_block();
+    bool has_next = scheduler.next(next);
+    middle_blocks();
+    while (has_next) {
       // The last block of one tile and the first of the next.
       wait_first_block(next);
       Schedule::wait_turn(warpgroup_idx);
       issue_qk();
-      issue_pv(work.range.end > 1);
+      issue_pv(range.end > 1);
       Schedule::pass_turn(warpgroup_idx);
-      Tile const done = work.tile;
-      work = next;
-      has_next = next_work(next);  // under the GEMMs
+      Tile const done = tile;
+      tile = next;
+      range = rows_range(tile);
+      has_next = scheduler.next(next);  // under the GEMMs
       warpgroup_wait<0>();
-      release_qk(work.range.end - 1);
+      release_qk(range.end - 1);
       release_v();
       store_tile<Config>(params, smem, warpgroup_idx, done, softmax, tOrO);
-      first_softmax(work);
+      first_softmax();
+      middle_blocks();
     }
-    last_block(work);
-    store_tile<Config>(params, smem, warpgroup_idx, work.tile, softmax, tOrO);
+    last_block();
+    store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);
     cute::tma_store_wait<0>();  // shared memory outlives the reads of the last store
   }
 }

@@ -19,6 +19,7 @@ template <class Config, class TensorO>
 CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx,
                                Tile const& tile, OnlineSoftmax& softmax, TensorO& tOrO) {
   using Element = typename Config::Element;
+  constexpr int kSlabColumns = Config::kSlabColumns;
   float inverse[kRowsPerThread], lse[kRowsPerThread];
   softmax.finish(params.softmax_scale, inverse, lse);
 
@@ -38,7 +39,7 @@ CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::S
   convert(tOrO, rO);
   auto const* packed = reinterpret_cast<uint32_t const*>(rO.data());  // two columns each
 
-  // Slab s of this warp: 16 rows of the warpgroup's [64 rows][64 columns].
+  // Slab s of this warp: 16 rows of the warpgroup's [64 rows][kSlabColumns].
   auto const staged = [&](int slab) {
     Element* out = Config::kOutReplacesQ ? &smem.q[warpgroup_idx][0][slab * kRowsPerWarpgroup * kSlabColumns]
                                          : &smem.out[warpgroup_idx][slab][0];
@@ -58,8 +59,9 @@ CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::S
       int const chunk = column % kSlabColumns / 8 + matrix_chunk;
       Element* row = staged(column / kSlabColumns) + matrix_row * kSlabColumns;
       int const reg = (pass_column + column) / 4;
-      cute::SM90_U32x4_STSM_N::copy(packed[reg], packed[reg + 1], packed[reg + 2], packed[reg + 3],
-                                    *reinterpret_cast<cute::uint128_t*>(row + (chunk ^ (matrix_row % 8)) * 8));
+      cute::SM90_U32x4_STSM_N::copy(
+          packed[reg], packed[reg + 1], packed[reg + 2], packed[reg + 3],
+          *reinterpret_cast<cute::uint128_t*>(row + swizzled_chunk<kSlabColumns>(matrix_row, chunk) * 8));
     }
     cute::tma_store_fence();  // stmatrix writes, then TMA reads
     __syncwarp();

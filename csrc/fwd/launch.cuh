@@ -24,14 +24,14 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
                                                 " tiles must be below 2^30, got " + std::to_string(num_tiles));
 
   FwdKernelParams kernel_params{
-      .q = make_tensor_map<Element>(params.q, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch,
-                                    kRowsPerWarpgroup),
-      .k = make_tensor_map<Element>(params.k, params.head_dim, params.seqlen_k, params.num_heads_kv, params.batch,
-                                    Config::kTileN),
-      .v = make_tensor_map<Element>(params.v, params.head_dim, params.seqlen_k, params.num_heads_kv, params.batch,
-                                    Config::kTileN),
-      .out = make_tensor_map<Element>(params.out, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch,
-                                      kRowsPerWarp),
+      .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,
+                                                          params.num_heads_q, params.batch, kRowsPerWarpgroup),
+      .k = make_tensor_map<Element, Config::kSlabColumns>(params.k, params.head_dim, params.seqlen_k,
+                                                          params.num_heads_kv, params.batch, Config::kTileN),
+      .v = make_tensor_map<Element, Config::kSlabColumns>(params.v, params.head_dim, params.seqlen_k,
+                                                          params.num_heads_kv, params.batch, Config::kTileN),
+      .out = make_tensor_map<Element, Config::kSlabColumns>(params.out, params.head_dim, params.seqlen_q,
+                                                            params.num_heads_q, params.batch, kRowsPerWarp),
       .lse = params.lse,
       .seqlen_q = params.seqlen_q,
       .seqlen_k = params.seqlen_k,

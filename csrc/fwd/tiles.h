@@ -10,8 +10,8 @@ struct FwdTile {
   int tile_n;               // keys per block
   int stages_q;
   int stages_kv;  // of the K ring and of the V ring
-  // 64-column slabs of O that a warp stages in shared memory at a time. With 0 there is no room for O: it takes the
-  // place of Q, and the pipeline drains between tiles.
+  // slabs of O (64 columns, see common/tma.cuh) that a warp stages in shared memory at a time. With 0 there is no room
+  // for O: it takes the place of Q, and the pipeline drains between tiles.
   int out_slabs;
   bool ping_pong;
   // The longest seqlen_k that this tile is meant for, where a second one with larger blocks takes over.
@@ -21,6 +21,7 @@ struct FwdTile {
 
 // Small blocks waste less of short sequences and of the diagonal; large blocks read less shared memory per FLOP.
 constexpr FwdTile kFwdHdim64{3, 128, 1, 3, 1, true};
+constexpr FwdTile kFwdHdim96{2, 128, 1, 3, 3, true};
 constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, true, 2048, 4096};
 constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1, true};
 constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1, true};

@@ -8,7 +8,6 @@
 
 #include "common/block_range.h"
 #include "common/tile_scheduler.h"
-#include "fwd/tiles.h"
 
 namespace py = pybind11;
 
@@ -28,27 +27,9 @@ static py::array_t<int> all_tiles(fa3::TileSchedulerParams const& params) {
   return table;
 }
 
-static py::dict fwd_tiles() {
-  py::dict tiles;
-  auto const add = [&](char const* name, fa3::FwdTile const& tile) {
-    tiles[name] = py::dict(py::arg("consumer_warpgroups") = tile.consumer_warpgroups, py::arg("tile_n") = tile.tile_n,
-                           py::arg("out_slabs") = tile.out_slabs,
-                           py::arg("max_seqlen_k_full") = tile.max_seqlen_k_full,
-                           py::arg("max_seqlen_k_causal") = tile.max_seqlen_k_causal);
-  };
-  add("hdim64", fa3::kFwdHdim64);
-  add("hdim128_short", fa3::kFwdHdim128Short);
-  add("hdim128_long", fa3::kFwdHdim128Long);
-  add("hdim192", fa3::kFwdHdim192);
-  add("hdim256_short", fa3::kFwdHdim256Short);
-  add("hdim256_long", fa3::kFwdHdim256Long);
-  return tiles;
-}
-
 PYBIND11_MODULE(fa3_host, m) {
-  m.def("fwd_tiles", &fwd_tiles);  // csrc/fwd/tiles.h, by the end of the source file's name
-
-  m.def("visible_keys", &fa3::visible_keys, py::arg("row"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("causal"));
+  m.def("visible_keys", &fa3::visible_keys, py::arg("row"), py::arg("seqlen_q"), py::arg("seqlen_k"),
+        py::arg("causal"));
   m.def(
       "block_range",
       [](int row_begin, int num_rows, int tile_n, int seqlen_q, int seqlen_k, bool causal) {

@@ -1,0 +1,212 @@
+"""The compiled kernels, read without a GPU: ptxas's report and the SASS. Both show what a slow kernel does not say."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+from cuda_tools import find_tool
+from tiles import FWD_TILES, FwdTile
+
+from fa3 import _library
+
+# What ptxas writes where it gave up a pipeline of WGMMAs or setmaxnreg, and so most of the speed. C7517 (a wait) and
+# C7519 (an arrive) are harmless in themselves; the SASS shows where a wait is one too many.
+BAD_MESSAGES = re.compile(r"\bC75(0[89]|1[0-6]|18|20)\b")
+ENTRY_REGISTERS = {2: 168, 3: 128}  # per thread, by consumer warpgroups: 64 K by all threads, rounded down to 8
+KERNELS = [kernel["name"] for kernel in _library.build_report().get("kernels", [])]
+
+
+@pytest.fixture(autouse=True)
+def _built():
+    if not _library.is_loaded():
+        pytest.skip(f"needs the compiled library: {_library.unavailable_reason()}")
+
+
+each_kernel = pytest.mark.parametrize("name", KERNELS or ["none"])
+
+
+def kernel(name: str) -> dict:
+    """Its row of the table."""
+    return next(row for row in _library.kernel_table() if row["name"] == name)
+
+
+def tile_of(name: str) -> FwdTile:
+    """Its row of csrc/fwd/tiles.h: fwd_bf16_hdim128_long is made from kFwdHdim128Long."""
+    return FWD_TILES[name.split("_", 2)[2]]
+
+
+# --- ptxas
+
+
+def test_report_and_library_hold_the_same_kernels():
+    assert len(KERNELS) > 0
+    assert sorted(KERNELS) == sorted(row["name"] for row in _library.kernel_table())
+
+
+def test_no_bad_messages():
+    messages = _library.build_report()["ptxas_messages"]
+    assert not [message for message in messages if BAD_MESSAGES.search(message)]
+
+
+@each_kernel
+def test_no_spills(name):
+    row = kernel(name)
+    assert (row["stack_bytes"], row["spill_stores_bytes"], row["spill_loads_bytes"]) == (0, 0, 0)
+
+
+@each_kernel
+def test_registers_at_entry(name):
+    row = kernel(name)
+    assert row["registers"] == ENTRY_REGISTERS[row["consumer_warpgroups"]]
+
+
+@each_kernel
+def test_tile_is_the_sources(name):
+    """The library is not older than csrc/fwd/tiles.h, as far as that shows."""
+    row, tile = kernel(name), tile_of(name)
+    assert (row["head_dim"], row["tile_m"], row["tile_n"]) == (tile.head_dim, tile.tile_m, tile.tile_n)
+    assert (row["stages"], row["consumer_warpgroups"]) == (tile.stages_kv, tile.consumer_warpgroups)
+
+
+# --- SASS
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    text: str  # with its predicate
+
+    @property
+    def name(self) -> str:
+        return self.text.removeprefix(self.text.split()[0] if self.text.startswith("@") else "").split()[0]
+
+
+@functools.cache
+def all_sass() -> dict[str, list[Instruction]]:
+    """The instructions of every kernel in the library, by symbol."""
+    cuobjdump = find_tool("cuobjdump")
+    if cuobjdump is None:
+        pytest.skip("needs cuobjdump (pip install nvidia-cuda-cuobjdump)")
+    dump = subprocess.run([cuobjdump, "-sass", str(_library.LIBRARY)], capture_output=True, text=True, check=True)
+    assert set(re.findall(r"^arch = (\w+)$", dump.stdout, re.MULTILINE)) == {"sm_90a"}
+    functions = {}
+    for part in re.split(r"^\s*Function : ", dump.stdout, flags=re.MULTILINE)[1:]:
+        code = re.findall(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", part, re.MULTILINE)
+        functions[part.split(maxsplit=1)[0]] = [Instruction(int(address, 16), text) for address, text in code]
+    return functions
+
+
+def sass(name: str) -> list[Instruction]:
+    return all_sass()[kernel(name)["symbol"]]
+
+
+def count(instructions: list[Instruction], prefix: str) -> int:
+    return sum(x.name.startswith(prefix) for x in instructions)
+
+
+def main_loops(name: str) -> list[list[Instruction]]:
+    """The loops over the blocks in between: the innermost ones around a wait for S with P V still under way.
+
+    There is one where the pipeline drains between tiles. Otherwise there may be two: for a CTA's first tile, and for
+    those that begin together with the last block of the tile before.
+    """
+    code = sass(name)
+    jumps = []
+    for x in code:
+        if match := re.search(r"\bBRA\b.* 0x([0-9a-f]+)$", x.text):
+            jumps.append((x.address, int(match[1], 16)))
+    loops = []
+    for wait in (x.address for x in code if is_wait(x, 1)):
+        _, begin, end = min((end - target, target, end) for end, target in jumps if target <= wait <= end)
+        loops.append([x for x in code if begin <= x.address <= end])
+    assert 1 <= len(loops) <= (1 if tile_of(name).out_slabs == 0 else 2)
+    return loops
+
+
+def copies_of_gemms(name: str) -> int:
+    """How often csrc/fwd/consumer.cuh issues Q K^T in the code, and so often P V.
+
+    Q K^T in a first block that is alone, P V in a last one that is alone, both in the blocks in between, and both where
+    the last block of one tile and the first of the next go together.
+    """
+    return 1 + len(main_loops(name)) + (tile_of(name).out_slabs != 0)
+
+
+def is_wait(x: Instruction, groups: int) -> bool:
+    """Whether x waits until at most this many groups of WGMMAs are under way."""
+    return x.name.startswith("WARPGROUP.DEPBAR") and x.text.endswith(f"gsb0, 0x{groups}")
+
+
+@each_kernel
+def test_no_local_memory(name):
+    assert count(sass(name), "LDL") == count(sass(name), "STL") == 0
+
+
+@each_kernel
+def test_wgmma_instructions(name):
+    """As many as the tile needs, in the widest shape; CUTLASS without its extended shapes takes many more."""
+    row, copies = kernel(name), copies_of_gemms(name)
+    element = {"bf16": ".BF16", "fp16": ""}[row["dtype"]]
+    shapes: dict[str, int] = {}
+    for n, gemms in ((row["tile_n"], row["head_dim"] // 16), (row["head_dim"], row["tile_n"] // 16)):
+        shape = f"HGMMA.64x{n}x16.F32{element}"
+        shapes[shape] = shapes.get(shape, 0) + gemms * copies
+    found = [x.name for x in sass(name) if x.name.startswith("HGMMA")]
+    assert {shape: found.count(shape) for shape in found} == shapes
+
+
+@each_kernel
+def test_wgmmas_are_not_serialised(name):
+    """One wait for each first, last or shared block, two in a loop, and none inside a group of WGMMAs."""
+    code, copies, loops = sass(name), copies_of_gemms(name), len(main_loops(name))
+    waits = [x for x in code if x.name.startswith("WARPGROUP.DEPBAR")]
+    assert sum(is_wait(x, 1) for x in waits) == loops
+    assert sum(is_wait(x, 0) for x in waits) == len(waits) - loops == copies + 1
+    groups, inside = 0, False
+    for x in code:
+        if x.name.startswith("HGMMA"):
+            inside = "gsb0" not in x.text  # the last of a group signals it
+            groups += not inside
+        else:
+            assert not (inside and x in waits), f"wait at {x.address:#x} inside a group"
+    assert groups == 2 * copies
+
+
+@each_kernel
+def test_main_loops(name, record_property):
+    """One Q K^T, one P V, two waits, and few registers moved to the uniform file."""
+    row = kernel(name)
+    gemms = row["head_dim"] // 16 + row["tile_n"] // 16
+    for loop in main_loops(name):
+        assert count(loop, "HGMMA") == gemms
+        assert count(loop, "WARPGROUP.DEPBAR") == 2
+        assert count(loop, "LDL") == count(loop, "STL") == count(loop, "CALL") == 0
+        # The descriptors of a head_dim of 256 are more than the uniform registers hold; elsewhere one is enough.
+        assert count(loop, "R2UR") <= (3 * gemms if row["head_dim"] == 256 else gemms // 2)
+        wait_s, wait_o = (next(i for i, x in enumerate(loop) if is_wait(x, groups)) for groups in (1, 0))
+        overlapped, exponentials = count(loop[wait_s:wait_o], "MUFU.EX2"), count(loop, "MUFU.EX2")
+        assert exponentials >= row["tile_n"] // 2  # two rows, a quarter of the columns
+        summary = f"{overlapped} of {exponentials} MUFU.EX2 before the wait for P V, {len(loop)} instructions"
+        record_property("main_loop", summary)
+        print(f"{name}: {summary}, {count(loop, 'R2UR')} R2UR")
+
+
+@each_kernel
+def test_registers_move_between_warpgroups(name):
+    assert count(sass(name), "USETMAXREG.DEALLOC") == count(sass(name), "USETMAXREG.TRY_ALLOC") == 1
+
+
+@each_kernel
+def test_tma_moves_the_tiles(name):
+    """Loads of Q, K and V and stores of O, 64 columns each or fewer; lse is all that is written another way."""
+    row = kernel(name)
+    slabs = -(-row["head_dim"] // 64)
+    assert count(sass(name), "UTMALDG.4D") >= (row["consumer_warpgroups"] + 2) * slabs
+    assert count(sass(name), "UTMASTG.4D") >= slabs
+    stores = [x.name for x in sass(name) if re.match(r"ST[GL]?\b", x.name)]
+    assert len(stores) <= 2 * copies_of_gemms(name)  # two rows of lse
+    assert count(sass(name), "LDG") == 0
