@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,8 +40,12 @@ class LaunchTimer:
         return min(max(round(self.budget_ms / (ms + self.clear_ms)), MIN_LAUNCHES), MAX_LAUNCHES)
 
     def measure(self, call: Callable[[], object], launches: int) -> float:
-        """Median GPU time of one call in milliseconds."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(launches)]
+        """Median GPU time of one call in milliseconds, after as many launches that are not timed.
+
+        Those bring the chip to the temperature and the clock of this call: the call before it may have drawn far more
+        power, or less.
+        """
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2 * launches)]
         # While the GPU is busy with these the host queues launches ahead: else the wait for a launch would be timed.
         for _ in range(HEAD_START_CLEARS):
             self.l2_buffer.zero_()
@@ -50,18 +55,20 @@ class LaunchTimer:
             call()
             end.record()
         torch.cuda.synchronize()
-        return quantile([start.elapsed_time(end) for start, end in events], 0.5)
+        return quantile([start.elapsed_time(end) for start, end in events[launches:]], 0.5)
 
 
 def time_in_turns(calls: dict[str, Callable[[], object]], rounds: int, timer: LaunchTimer) -> dict[str, Timing]:
-    """Times every call once per round, in an order that rotates, so that a drift of the clocks falls on all alike."""
+    """Times every call once per round, so that a drift of the clocks falls on all alike.
+
+    The order is drawn anew for each round: in a fixed or rotating one a call would always follow the same other.
+    """
     launches = {name: timer.warm_up(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
+    rng = random.Random(0)
     for _ in range(rounds):
-        for name in order:
+        for name in rng.sample(list(calls), len(calls)):
             samples[name].append(timer.measure(calls[name], launches[name]))
-        order = order[1:] + order[:1]
     return {name: Timing(*(quantile(ms, q) for q in (0.5, 0.2, 0.8))) for name, ms in samples.items()}
 
 
@@ -72,9 +79,9 @@ def quantile(values: list[float], q: float) -> float:
 def method(rounds: int, budget_ms: float) -> str:
     """How the numbers came about, in one sentence."""
     return (
-        f"CUDA events around each launch, {WARM_UP_LAUNCHES + 1} warm-up launches, providers in turns over {rounds} "
-        f"rounds in rotating order, in a round the median of {MIN_LAUNCHES} to {MAX_LAUNCHES} launches (about "
-        f"{budget_ms:g} ms), over the rounds median, p20 and p80; L2 cleared before each launch by zeroing "
+        f"CUDA events around each launch, {WARM_UP_LAUNCHES + 1} warm-up launches, providers in turns over {rounds} rounds "
+        f"in random order, in a round the median of {MIN_LAUNCHES} to {MAX_LAUNCHES} launches (about {budget_ms:g} ms) "
+        f"after as many that are not timed, over the rounds median, p20 and p80; L2 cleared before each launch by zeroing "
         f"{L2_CLEAR_MIB} MiB, not timed"
     )
 

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
@@ -21,48 +20,36 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-# Read once, when fa3 is imported.
-_DEFAULT = _checked(os.environ.get("FA3_BACKEND", "auto"), "FA3_BACKEND")
-_choice: ContextVar[str] = ContextVar("fa3_backend", default=_DEFAULT)
-
-# The innermost `with backend(...)` that torch.compile is tracing; None in eager code. torch.compile cannot trace
-# ContextVar.set, but it follows a module's variables.
-_traced_choice: str | None = None
+# A module's variable and no ContextVar: torch.compile follows it in every torch from 2.11 on.
+_choice = _checked(os.environ.get("FA3_BACKEND", "auto"), "FA3_BACKEND")
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Chooses the path of the calls inside, in this thread (or asyncio task): `with fa3.backend("portable"): ...`
+    """Chooses the path of the calls inside: `with fa3.backend("portable"): ...`
 
     Args:
         name: "auto", the default: CPU tensors take the portable path, CUDA tensors the Hopper kernels. "portable":
             plain PyTorch, on any device. "hopper": the Hopper kernels; what they cannot run raises, CPU tensors too.
 
-    Blocks nest, the inner one wins, and on leaving the outer choice is back. The environment variable FA3_BACKEND sets
-    what holds outside of any block. The choice is made by the forward; a backward follows its forward.
+    Blocks nest, the inner one wins, and on leaving the outer choice is back. The choice holds for the whole process,
+    other threads too. The environment variable FA3_BACKEND, read when fa3 is imported, sets what holds outside of any
+    block. The choice is made by the forward; a backward follows its forward.
 
     Raises:
         ValueError: for another name.
     """
-    global _traced_choice
-    _checked(name, "backend: name")
-    if torch.compiler.is_compiling():
-        outer, _traced_choice = _traced_choice, name
-        try:
-            yield
-        finally:
-            _traced_choice = outer
-    else:
-        token = _choice.set(name)
-        try:
-            yield
-        finally:
-            _choice.reset(token)
+    global _choice
+    outer, _choice = _choice, _checked(name, "backend: name")
+    try:
+        yield
+    finally:
+        _choice = outer
 
 
 def current_backend() -> str:
     """The backend that is chosen here: "auto", "portable" or "hopper"."""
-    return _choice.get() if _traced_choice is None else _traced_choice
+    return _choice
 
 
 def choose_path(device: torch.device) -> str:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -141,15 +140,6 @@ def test_backend_nests_and_restores():
             assert current_backend() == "hopper"
         assert current_backend() == "portable"
     assert current_backend() == "auto"
-
-
-def test_backend_is_of_one_thread():
-    seen = []
-    with fa3.backend("portable"):
-        thread = threading.Thread(target=lambda: seen.append(current_backend()))
-        thread.start()
-        thread.join()
-    assert seen == ["auto"]
 
 
 def test_backend_refuses_other_names():
