@@ -91,9 +91,9 @@ def test_providers_take_turns():
             return float(len(self.seen))
 
     timer = FakeTimer()
-    timings = timing.time_in_turns({name: lambda name=name: name for name in "abc"}, rounds=3, timer=timer)
-    rounds = ["".join(timer.seen[i : i + 3]) for i in (0, 3, 6)]
-    assert [sorted(round_) for round_ in rounds] == [["a", "b", "c"]] * 3
+    timings = timing.time_in_turns({name: lambda name=name: name for name in "abc"}, rounds=7, timer=timer)
+    rounds = ["".join(timer.seen[i : i + 3]) for i in range(0, 21, 3)]
+    assert [sorted(round_) for round_ in rounds] == [["a", "b", "c"]] * 7
     assert len(set(rounds)) > 1
     samples = torch.tensor([i + 1.0 for i, name in enumerate(timer.seen) if name == "a"])
     expected = [samples.quantile(q).item() for q in (0.5, 0.2, 0.8)]
