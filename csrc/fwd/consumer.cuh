@@ -171,8 +171,11 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
   } else {
     first_block();
     bool has_next = scheduler.next(next);
-    middle_blocks();
-    while (has_next) {
+    while (true) {
+      middle_blocks();
+      if (!has_next) {
+        break;
+      }
       // The last block of one tile and the first of the next.
       wait_first_block(next);
       Schedule::wait_turn(warpgroup_idx);
@@ -188,7 +191,6 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
       release_v();
       store_tile<Config>(params, smem, warpgroup_idx, done, softmax, tOrO);
       first_softmax();
-      middle_blocks();
     }
     last_block();
     store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);

@@ -16,7 +16,7 @@ std::vector<FwdKernel>& registry() {
 
 FwdKernelRegistration::FwdKernelRegistration(FwdKernel const& kernel) {
   auto const before = [](FwdKernel const& a, FwdKernel const& b) {
-    return std::tie(a.dtype, a.head_dim, a.tile_n) < std::tie(b.dtype, b.head_dim, b.tile_n);
+    return std::tie(a.dtype, a.head_dim, a.tile_m, a.tile_n) < std::tie(b.dtype, b.head_dim, b.tile_m, b.tile_n);
   };
   auto& kernels = registry();
   kernels.insert(std::upper_bound(kernels.begin(), kernels.end(), kernel, before), kernel);

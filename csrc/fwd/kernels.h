@@ -25,7 +25,7 @@ struct FwdKernel {
   void (*launch)(FwdParams const&, cudaStream_t);
 };
 
-// All kernels of this build, by dtype, head_dim and tile_n.
+// All kernels of this build, by dtype, head_dim and size of the tile.
 std::vector<FwdKernel> const& fwd_kernels();
 
 // The kernel that a call takes, or nullptr when none was built for its dtype and head_dim.

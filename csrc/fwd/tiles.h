@@ -14,15 +14,16 @@ struct FwdTile {
   // for O: it takes the place of Q, and the pipeline drains between tiles.
   int out_slabs;
   bool ping_pong;
-  // The longest seqlen_k that this tile is meant for, where a second one with larger blocks takes over.
+  // The longest seqlen_k that this tile is meant for; above it the head_dim's next, larger one takes over.
   int max_seqlen_k_full = std::numeric_limits<int>::max();
   int max_seqlen_k_causal = std::numeric_limits<int>::max();
 };
 
-// Small blocks waste less of short sequences and of the diagonal; large blocks read less shared memory per FLOP.
-constexpr FwdTile kFwdHdim64{3, 128, 1, 3, 1, true};
+// Small tiles waste less of short sequences and of the diagonal; large ones read less shared memory per FLOP.
+constexpr FwdTile kFwdHdim64Short{2, 128, 1, 3, 1, true, 0, 1024};
+constexpr FwdTile kFwdHdim64Long{3, 128, 1, 3, 1, true};
 constexpr FwdTile kFwdHdim96{2, 128, 1, 3, 3, true};
-constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, true, 2048, 4096};
+constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, true, 4096, 4096};
 constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1, true};
 constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1, true};
 constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, true, 512, 1024};
