@@ -26,7 +26,7 @@ PIP := false
 CLANG_FORMAT := clang-format
 endif
 
-.PHONY: test build kernels gpu-test demo bench lint format clean
+.PHONY: test build gpu-test demo bench lint format clean
 
 test: $(ENVIRONMENT) lint
 	$(PYTHON) -m pytest -m "not gpu"
@@ -45,19 +45,18 @@ build: $(ENVIRONMENT)
 	  FA3_BUILD_KERNELS=0 $(PIP) install --no-build-isolation --editable ".[toolkit]"
 	FA3_BUILD_KERNELS=1 $(PYTHON) setup.py --quiet build_ext --inplace
 
-# The kernels, compiled if there are none yet.
-kernels: $(ENVIRONMENT)
-	test -e $(LIBRARY) || $(MAKE) build
+HOPPER := $(findstring 9.0,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))
 
-gpu-test: kernels
+gpu-test: build
 	FA3_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu
 
-demo: $(if $(wildcard /proc/driver/nvidia/version),kernels,$(ENVIRONMENT))
+demo: $(if $(HOPPER),build,$(ENVIRONMENT))
 	PYTHONPATH=$(CURDIR) $(PYTHON) examples/train_gpt.py
 
-bench: kernels
+bench: build
 	$(PYTHON) -c "import fa3_fwd_interface, matplotlib" || $(PIP) install --no-build-isolation --editable ".[bench]"
 	$(PYTHON) -m benchmarks.bench_forward
+	for results in benchmarks/results/*/forward.json; do $(PYTHON) -m benchmarks.plot $$results; done
 
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fa3.ops import visible_pairs
+
 TOTAL_TOKENS = 16384  # batch * seqlen
 HIDDEN_SIZE = 2048  # heads * head_dim
 HEAD_DIMS = (64, 128, 256)
@@ -58,14 +60,6 @@ class Case:
 
 def grid(dtype: str, head_dims=HEAD_DIMS, seqlens=SEQLENS, masks=(False, True)) -> list[Case]:
     return [Case(dtype, head_dim, causal, seqlen) for head_dim in head_dims for causal in masks for seqlen in seqlens]
-
-
-def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> int:
-    """(query, key) pairs that the mask leaves; causal, bottom right: key <= query + seqlen_k - seqlen_q."""
-    if not causal:
-        return seqlen_q * seqlen_k
-    rows = min(seqlen_q, seqlen_k)  # rows that see a key; the last one sees seqlen_k, each earlier one a key less
-    return rows * seqlen_k - rows * (rows - 1) // 2
 
 
 def forward_flops(batch: int, heads: int, pairs: int, head_dim: int, head_dim_v: int) -> int:

@@ -22,7 +22,6 @@ COLORS = {
     "torch-cudnn": "#009e73",
     "torch-fa2": "#999999",
     "fa3-fwd": "#0072b2",
-    "flash-attn-4": "#e69f00",
 }
 PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
 

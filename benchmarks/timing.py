@@ -79,8 +79,8 @@ def quantile(values: list[float], q: float) -> float:
 def method(rounds: int, budget_ms: float) -> str:
     """How the numbers came about, in one sentence."""
     return (
-        f"CUDA events around each launch, {WARM_UP_LAUNCHES + 1} warm-up launches, providers in turns over {rounds} "
-        f"rounds in random order, in a round the median of {MIN_LAUNCHES} to {MAX_LAUNCHES} launches (about "
+        f"CUDA events around each launch, {2 * WARM_UP_LAUNCHES + 1} launches to warm up, providers in turns over "
+        f"{rounds} rounds in random order, in a round the median of {MIN_LAUNCHES} to {MAX_LAUNCHES} launches (about "
         f"{budget_ms:g} ms) after as many that are not timed, over the rounds median, p20 and p80; L2 cleared before "
         f"each launch by zeroing {L2_CLEAR_MIB} MiB, not timed"
     )

@@ -98,8 +98,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v
                    "be float16 or bfloat16", "scalar type " + std::to_string(static_cast<int>(tensor.scalar_type())));
     check_argument(tensor.scalar_type() == q.scalar_type(), name, "have q's dtype", "another one");
     check_argument(tensor.dim() == 4, name, "have 4 dimensions (batch, seqlen, num_heads, head_dim)", shape_of(tensor));
-    check_argument(tensor.size(3) <= 1 || tensor.stride(3) == 1, name, "have a contiguous last dimension",
-                   "stride " + std::to_string(tensor.stride(3)));
+    check_argument(tensor.numel() == 0 || tensor.size(3) == 1 || tensor.stride(3) == 1, name,
+                   "have a contiguous last dimension", "stride " + std::to_string(tensor.stride(3)));
     for (int64_t i = 0; i < 4; ++i) {
       // 1024 short of the limit, so that a last tile's end still fits an int.
       check_argument(tensor.size(i) <= std::numeric_limits<int>::max() - 1024, name, "have sizes below 2^31 - 1024",

@@ -5,9 +5,9 @@
 `python -m fa3` reports what this installation can run, `fa3.explain(q, k, v)` what a call would take.
 """
 
+from fa3._backend import backend
+from fa3._explain import Explanation, explain
 from fa3._library import unavailable_reason
-from fa3.backend import backend
-from fa3.explain import Explanation, explain
 from fa3.interface import flash_attn_func
 from fa3.ops import checkpoint_save_ops
 

@@ -14,17 +14,19 @@ LIBRARY = Path(__file__).with_name("_C.abi3.so")
 BUILD_REPORT = Path(__file__).with_name("build_report.json")
 HOPPER = (9, 0)
 
+_loaded = False
 _load_error: str | None = None
 
 
 @functools.cache
 def load() -> None:
     """Loads fa3/_C.abi3.so if it is there, which defines the op fa3::fwd. Never raises: see `unavailable_reason`."""
-    global _load_error
+    global _loaded, _load_error
     if not LIBRARY.exists():
         return
     try:
         torch.ops.load_library(str(LIBRARY))
+        _loaded = True
     except OSError as error:
         _load_error = str(error.__cause__ or error)  # the dynamic linker's own message; torch wraps it
 
@@ -32,7 +34,7 @@ def load() -> None:
 def is_loaded() -> bool:
     """Whether the compiled library is in this process, with or without a GPU to run it on."""
     load()
-    return LIBRARY.exists() and _load_error is None
+    return _loaded
 
 
 def unavailable_reason(device: torch.device | int | None = None) -> str | None:
@@ -40,7 +42,7 @@ def unavailable_reason(device: torch.device | int | None = None) -> str | None:
     load()
     if _load_error is not None:
         return f"the compiled library could not be loaded: {_load_error}"
-    if not LIBRARY.exists():
+    if not _loaded:
         reason = build_report().get("reason")
         return "the kernels were not built" + (f": {reason}" if reason else "")
     if not torch.cuda.is_available():

@@ -90,7 +90,7 @@ def _gpus() -> list[dict[str, Any]]:
             "name": torch.cuda.get_device_name(index),
             "capability": "{}.{}".format(*_library.compute_capability(index)),
         }
-        for index in range(torch.cuda.device_count())
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     ]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa3 import ops
-from fa3.backend import choose_path
+from fa3._backend import choose_path
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _PORTABLE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
@@ -70,7 +70,8 @@ def flash_attn_func(
         softcap: must be 0.0 (none); not implemented.
         num_splits: 1, or 0 for a heuristic, which takes 1. More splits of the keys are not implemented.
         pack_gqa: how the kernel lays out grouped heads. It has one layout, and no choice here changes the result.
-        deterministic: whether the gradients are to be equal from run to run. They always are.
+        deterministic: whether the gradients are to be equal from run to run. They are (on the GPU as far as cuBLAS is:
+            with several streams at work it asks for CUBLAS_WORKSPACE_CONFIG=:4096:8).
         sm_margin: must be 0; leaving multiprocessors free is not implemented.
         return_attn_probs: True returns lse as well. (The name is upstream's; probabilities are never returned.)
         return_lse: the same under a clearer name.
@@ -117,6 +118,7 @@ def flash_attn_func(
     if sm_margin != 0:
         raise _error(NotImplementedError, "sm_margin", "be 0", sm_margin)
     causal = _resolve_window(window_size, causal, q.shape[1], k.shape[1])
+    causal = causal and q.shape[1] > 1  # a single query sees every key
 
     path = choose_path(q.device)
     if path == "hopper":

@@ -4,7 +4,7 @@
     portable_fwd  plain PyTorch, any device
     portable_bwd  plain PyTorch, any device; the backward of both
 
-All are functional: outputs are new tensors. Shapes are those of contract: q and out (b, sq, h, d), k and v
+All are functional: outputs are new tensors. Shapes: q and out (b, sq, h, d), k and v
 (b, sk, hk, d), lse (b, h, sq).
 """
 

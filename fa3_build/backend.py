@@ -39,6 +39,7 @@ def compile_requirements() -> list[str]:
     wanted = kernels_switch()
     if wanted is False or sys.platform != "linux":
         return []
-    if next(find_toolkits(), None) is not None:
+    # An isolated build compiles against the newest torch, which is built with CUDA 13.
+    if any(toolkit.major == 13 for toolkit in find_toolkits()):
         return COMPILE_REQUIREMENTS
     return [*COMPILE_REQUIREMENTS, PIP_TOOLKIT] if wanted or has_nvidia_driver() else []

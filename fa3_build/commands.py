@@ -106,6 +106,7 @@ def build_python_command(plan: Plan) -> type[Command]:
 
 def build_kernels_command(plan: Plan) -> type[Command]:
     """build_ext with one line per compiled file, live and in build/fa3_build.log, and the build report."""
+    _put_ninja_on_path()  # torch looks for it when the command is made
     from torch.utils.cpp_extension import BuildExtension
 
     from fa3_build.toolkit import compile_jobs
@@ -125,7 +126,6 @@ def build_kernels_command(plan: Plan) -> type[Command]:
         def build_extensions(self) -> None:
             jobs = compile_jobs(len(plan.sources))
             OBJECTS.mkdir(parents=True, exist_ok=True)
-            _put_ninja_on_path()
             os.environ |= {
                 "CXX": launcher("c++", os.environ.get("CXX") or shutil.which("c++") or "g++"),
                 "PYTORCH_NVCC": launcher("nvcc", str(plan.toolkit.nvcc)),

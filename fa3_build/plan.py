@@ -23,7 +23,7 @@ from fa3_build.toolkit import PIP_TOOLKIT, Toolkit, find_toolkits
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("csrc/api.cpp", "csrc/fwd/kernels.cpp")
 KERNELS = ("csrc/fwd/fwd_*.cu",)
-MINIMUM_CUDA = (12, 3)
+MINIMUM_CUDA = (12, 5)  # cudaGetDriverEntryPointByVersion
 MINIMUM_TORCH = (2, 10)
 
 
@@ -93,6 +93,8 @@ def _plan_kernels() -> Plan:
             "no CUDA compiler was found: CUDA_HOME is not set, nvcc is not on PATH, and no toolkit is installed by pip "
             f"(pip install '{PIP_TOOLKIT}')"
         )
+    if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        raise CannotBuild("no C++ compiler was found: CXX is not set, and neither c++ nor g++ is on PATH")
     torch_version, torch_cuda = _torch()
     cutlass_include, cutlass_version = _cutlass()
     if not _has_ninja():
@@ -141,7 +143,7 @@ def _choose(toolkits: list[Toolkit], torch_version: str, torch_cuda: str) -> Too
             return toolkit
     major = torch_cuda.split(".")[0]
     found = ", ".join(toolkit.version for toolkit in toolkits)
-    raise CannotBuild(f"torch {torch_version} needs nvcc of CUDA {major} (12.3 or newer), and this is {found}")
+    raise CannotBuild(f"torch {torch_version} needs nvcc of CUDA {major} (12.5 or newer), and this is {found}")
 
 
 if __name__ == "__main__":

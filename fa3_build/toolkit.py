@@ -78,9 +78,12 @@ def _candidate_homes() -> Iterator[Path]:
 
 def _home_of(nvcc: str) -> Path | None:
     """The toolkit folder as nvcc itself names it: nvcc on PATH may be a link, or a script that calls the real one."""
-    dryrun = subprocess.run(
-        [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
-    )
+    try:
+        dryrun = subprocess.run(
+            [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+        )
+    except OSError:  # a file that cannot be run
+        return None
     top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
     return Path(top[1].strip()) if top else None
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa3
 from fa3 import ops
-from fa3.backend import current_backend
+from fa3._backend import current_backend
 
 # The parameters of upstream's flash_attn_func (hopper/flash_attn_interface.py); callers pass them by position.
 UPSTREAM = {
@@ -149,7 +149,7 @@ def test_backend_refuses_other_names():
 
 
 def test_backend_from_the_environment():
-    show = "import fa3; from fa3.backend import current_backend; print(current_backend())"
+    show = "import fa3; from fa3._backend import current_backend; print(current_backend())"
     assert run_python(show, FA3_BACKEND="portable").stdout == "portable\n"
     refused = run_python(show, FA3_BACKEND="fast")
     assert refused.stderr.endswith("ValueError: FA3_BACKEND must be one of auto, portable, hopper, got 'fast'\n")
@@ -202,7 +202,7 @@ def test_explain_hopper(monkeypatch):
         for d, n in ((256, 80), (128, 176), (64, 192))
     ]
     monkeypatch.setattr("fa3._library.kernel_table", lambda: table)
-    module = sys.modules["fa3.explain"]
+    module = sys.modules["fa3._explain"]
     monkeypatch.setattr(module, "choose_path", lambda device: "hopper")
     monkeypatch.setattr(module, "_selected_row", lambda dtype, head_dim, seqlen_k, causal: 1 if head_dim <= 128 else -1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")

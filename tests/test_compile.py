@@ -129,7 +129,7 @@ def test_backend_inside_a_compiled_function():
 def test_query_of_the_gpu_is_a_constant_of_the_graph(monkeypatch):
     """On CUDA tensors a compiled call asks once whether the kernels can run, by code that cannot be traced."""
     monkeypatch.setattr("fa3._library.unavailable_reason", lambda index: os.environ.get("FA3_TEST_REASON", "no GPU"))
-    refusal = sys.modules["fa3.backend"]._hopper_refusal
+    refusal = sys.modules["fa3._backend"]._hopper_refusal
     compiled = torch.compile(lambda x: x + len(refusal(99)), fullgraph=True, backend="eager")
     assert compiled(torch.zeros(())) == len("no GPU")
 

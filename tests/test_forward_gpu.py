@@ -1,4 +1,4 @@
-"""The Hopper forward kernels against float64, and against everything that the contract promises of a GPU call."""
+"""The Hopper forward kernels against float64, and against everything else that a GPU call promises."""
 
 from __future__ import annotations
 
@@ -230,6 +230,24 @@ def test_views(view, is_copied, causal, gpu):
         copies = fa3.explain(*viewed).copies
         assert [copy[0] for copy in copies] == (list(chosen) if is_copied else []), copies
         check_equal(forward(*viewed, causal=causal), forward(*packed(*viewed), causal=causal), chosen)
+
+
+@pytest.mark.parametrize("empty", ["q", "k"])
+def test_empty_tensors_of_any_strides(empty, gpu):
+    """No element, no constraint on the last stride."""
+    lengths = {"q": (0, 5), "k": (5, 0)}[empty]
+    q, k = (torch.randn(2, 4, 64, n, device=gpu).bfloat16().transpose(2, 3).transpose(1, 2) for n in lengths)
+    q, k = (x if x.numel() == 0 else x.contiguous() for x in (q, k))
+    got = forward(q, k, k)
+    assert (got.out == 0).all()
+    assert (got.lse == -math.inf).all()
+
+
+def test_one_query_is_causal_or_not(gpu):
+    """Causal hides nothing from a single query: the same kernel runs, and the results are equal to the bit."""
+    q, k, v = Case(seqlen_q=1, seqlen_k=800, head_dim=256).inputs(torch.bfloat16, gpu)
+    check_equal(forward(q, k, v, causal=True), forward(q, k, v, causal=False))
+    assert fa3.explain(q, k, v, causal=True).kernel == fa3.explain(q, k, v, causal=False).kernel
 
 
 FAR = 2**31  # elements

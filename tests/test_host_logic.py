@@ -24,7 +24,7 @@ def host():
 
 
 def visible(seqlen_q: int, seqlen_k: int, causal: bool) -> np.ndarray:
-    """The mask as the contract defines it: [i, j] is whether query i sees key j."""
+    """The mask as flash_attn_func defines it: [i, j] is whether query i sees key j."""
     i, j = np.ogrid[:seqlen_q, :seqlen_k]
     return j <= i + seqlen_k - seqlen_q if causal else np.ones((seqlen_q, seqlen_k), bool)
 
@@ -123,18 +123,18 @@ def check_covers_all(host, num_m_blocks, num_heads, batch, params) -> np.ndarray
     batch=st.integers(1, 12),
     num_sms=st.sampled_from([1, 2, 7, 78, 114, 132]),
     longest_first=st.booleans(),
-    max_section_heads=st.integers(1, 300),
+    l2_heads=st.integers(1, 300),
 )
-@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=True, max_section_heads=1)
-@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=False, max_section_heads=1)
-@example(num_m_blocks=3, num_heads=7, batch=9500, num_sms=132, longest_first=True, max_section_heads=66500)
-@example(num_m_blocks=2, num_heads=71, batch=1, num_sms=132, longest_first=True, max_section_heads=71)
-@example(num_m_blocks=5000, num_heads=3, batch=1, num_sms=132, longest_first=True, max_section_heads=2)
+@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=True, l2_heads=1)
+@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=False, l2_heads=1)
+@example(num_m_blocks=3, num_heads=7, batch=9500, num_sms=132, longest_first=True, l2_heads=66500)
+@example(num_m_blocks=2, num_heads=71, batch=1, num_sms=132, longest_first=True, l2_heads=71)
+@example(num_m_blocks=5000, num_heads=3, batch=1, num_sms=132, longest_first=True, l2_heads=2)
 @settings(max_examples=300, deadline=None)
-def test_every_tile_is_visited_once(num_m_blocks, num_heads, batch, num_sms, longest_first, max_section_heads):
+def test_every_tile_is_visited_once(num_m_blocks, num_heads, batch, num_sms, longest_first, l2_heads):
     host = load()
-    max_section_heads = min(max_section_heads, num_heads * batch)  # as the launch does
-    params = host.make_tile_scheduler(num_m_blocks, num_heads, batch, num_sms, longest_first, max_section_heads)
+    l2_heads = min(l2_heads, num_heads * batch)  # as the launch does
+    params = host.make_tile_scheduler(num_m_blocks, num_heads, batch, num_sms, longest_first, l2_heads)
     assert params.num_ctas == min(num_sms, num_m_blocks * num_heads * batch)
     check_covers_all(host, num_m_blocks, num_heads, batch, params)
 
@@ -151,14 +151,14 @@ def test_full_mask_order(host, num_m_blocks, heads, num_sms):
 
 
 @pytest.mark.parametrize(
-    ("num_m_blocks", "heads", "num_sms", "max_section_heads"),
+    ("num_m_blocks", "heads", "num_sms", "l2_heads"),
     [(64, 16, 132, 8), (33, 16, 132, 4), (8, 33, 132, 33), (6, 40, 12, 4), (16, 50, 8, 7)],
 )
-def test_causal_order(host, num_m_blocks, heads, num_sms, max_section_heads):
+def test_causal_order(host, num_m_blocks, heads, num_sms, l2_heads):
     """Longest first, heads fastest, odd rounds backwards, section after section."""
-    params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, True, max_section_heads)
+    params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, True, l2_heads)
     a_round = -(-params.num_ctas // num_m_blocks)  # heads that give every CTA a tile
-    assert params.section_heads <= max(max_section_heads * 17 // 16, 2 * a_round)
+    assert params.section_heads <= max(l2_heads * 17 // 16, 2 * a_round)
     tiles = check_covers_all(host, num_m_blocks, heads, 1, params)
     expected = [[] for _ in range(params.num_ctas)]
     round_idx = 0

@@ -1,4 +1,4 @@
-"""The portable path against float64: values, gradients, memory, and the edge cases of the contract."""
+"""The portable path against float64: values, gradients, memory, and the edge cases."""
 
 from __future__ import annotations
 

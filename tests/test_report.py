@@ -33,6 +33,7 @@ def package(tmp_path, monkeypatch):
     caches = (_library.load, _library.build_report, _library.kernel_table, _library.compute_capability)
     monkeypatch.setattr(_library, "LIBRARY", tmp_path / "_C.abi3.so")
     monkeypatch.setattr(_library, "BUILD_REPORT", tmp_path / "build_report.json")
+    monkeypatch.setattr(_library, "_loaded", False)
     monkeypatch.setattr(_library, "_load_error", None)
     for cached in caches:
         cached.cache_clear()

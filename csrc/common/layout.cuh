@@ -41,7 +41,7 @@ CUTLASS_DEVICE auto rows_and_columns(Tensor& accumulator) {
 }
 constexpr int column_offset(int column) { return column / 2 * 8 + column % 2; }
 
-// Casts an accumulator of kTileN columns to the registers of an A operand.
+// Casts an accumulator to 16 bits, in the same order of registers: that of an A operand, and of the stored output.
 template <class Accumulator, class Operand>
 CUTLASS_DEVICE void convert(Accumulator const& from, Operand& to) {
   using From = typename Accumulator::value_type;

@@ -50,7 +50,8 @@ struct Pipeline {
   // Consumer: waits until the data of the stage has landed.
   CUTLASS_DEVICE void wait(State const& state) { full[state.stage].wait(state.phase); }
 
-  // Consumer: hands the stage back, once per warp, after the WGMMAs that read it have been waited for.
+  // Consumer: hands the stage back, once per warp, after the WGMMAs that read it have been waited for. The warp must be
+  // converged, so that no lane still polls the stage's barrier.
   CUTLASS_DEVICE void release(State const& state) {
     if (cutlass::canonical_lane_idx() == 0) {
       empty[state.stage].arrive();

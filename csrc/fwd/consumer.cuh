@@ -76,6 +76,7 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
       Schedule::wait_turn(warpgroup_idx);
       Schedule::pass_turn(warpgroup_idx);
       pipeline_k.wait(k_state);
+      __syncwarp();  // no lane still polls the barrier when the stage goes back
       release_k();
     }
     pipeline_q.wait(q_state);
@@ -111,6 +112,7 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
   auto const first_softmax = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     if (skips_block(tile)) {
       pipeline_v.wait(v_state);
+      __syncwarp();
       release_v();
     }
     softmax.reset();

@@ -16,12 +16,12 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
   using Element = typename Config::Element;
   int const num_m_blocks = (params.seqlen_q + Config::kTileM - 1) / Config::kTileM;
   int const group_size = params.num_heads_q / params.num_heads_kv;
-  int const num_head_batches = params.num_heads_q * params.batch;
+  int64_t const num_head_batches = int64_t(params.num_heads_q) * params.batch;
+  FA3_CHECK(num_head_batches < (int64_t{1} << 30) / num_m_blocks,
+            "batch x num_heads_q x ceil(seqlen_q / " + std::to_string(Config::kTileM) + ") must be below 2^30, got " +
+                std::to_string(num_head_batches) + " x " + std::to_string(num_m_blocks));
   int64_t const kv_bytes = int64_t(params.seqlen_k) * Config::kHeadDim * 2 * sizeof(Element);
-  int64_t const section_heads = std::max<int64_t>(kL2BudgetBytes / kv_bytes, 1) * group_size;
-  int64_t const num_tiles = int64_t(num_m_blocks) * params.num_heads_q * params.batch;
-  FA3_CHECK(num_tiles < (int64_t{1} << 30), "batch x num_heads_q x seqlen_q / " + std::to_string(Config::kTileM) +
-                                                " tiles must be below 2^30, got " + std::to_string(num_tiles));
+  int64_t const l2_heads = std::max<int64_t>(kL2BudgetBytes / kv_bytes, 1) * group_size;
 
   FwdKernelParams kernel_params{
       .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,
@@ -41,7 +41,7 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
       .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
       .causal = params.causal,
       .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms, params.causal,
-                                       static_cast<int>(std::min<int64_t>(section_heads, num_head_batches))),
+                                       static_cast<int>(std::min(l2_heads, num_head_batches))),
   };
   auto* kernel = fwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));

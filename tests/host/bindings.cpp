@@ -46,6 +46,6 @@ PYBIND11_MODULE(fa3_host, m) {
       .def_readonly("rounds_per_section", &fa3::TileSchedulerParams::rounds_per_section)
       .def_readonly("num_rounds", &fa3::TileSchedulerParams::num_rounds);
   m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_m_blocks"), py::arg("num_heads"),
-        py::arg("batch"), py::arg("num_sms"), py::arg("longest_first"), py::arg("max_section_heads"));
+        py::arg("batch"), py::arg("num_sms"), py::arg("longest_first"), py::arg("l2_heads"));
   m.def("all_tiles", &all_tiles, py::arg("params"));
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa3 import _library, portable
-from fa3.backend import choose_path, current_backend
+from fa3._backend import choose_path, current_backend
 from fa3.interface import check_kernel_dtype, check_tensors
 
 _TMA_ALIGNMENT_BYTES = 16
@@ -98,14 +98,18 @@ def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
 
 def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Explanation:
     batch, seqlen_q, num_heads_q, head_dim = q.shape
-    row = _selected_row(q.dtype, head_dim, k.shape[1], causal)
+    backward = "there is no Hopper backward yet: gradients run in tiles of plain PyTorch on the same device"
+    if q.numel() == 0 or k.numel() == 0:
+        nothing = "no row has a key: out 0 and lse -inf are written without a kernel" if q.numel() else "out is empty"
+        return Explanation("hopper", "portable", [nothing, backward])
+    row = _selected_row(q.dtype, head_dim, k.shape[1], causal and seqlen_q > 1)
     if row < 0:
         return Explanation("refused", None, [f"this build has no kernel for head_dim {head_dim} in {q.dtype}"])
     kernel = _library.kernel_table()[row]
     reasons = [f"{q.device} is {torch.cuda.get_device_name(q.device)}, and the kernels are loaded"]
     if kernel["head_dim"] != head_dim:
         reasons.append(f"head_dim {head_dim} runs as {kernel['head_dim']}, the next size built; TMA fills with zeros")
-    reasons.append("there is no Hopper backward yet: gradients run in tiles of plain PyTorch on the same device")
+    reasons.append(backward)
     num_m_blocks = -(-seqlen_q // kernel["tile_m"])
     num_tiles = num_m_blocks * batch * num_heads_q
     return Explanation(
