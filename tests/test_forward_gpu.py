@@ -35,7 +35,7 @@ AT_LIMITS = [
     for tile in FWD_TILES.values()
     for causal in (False, True)
     for seqlen_k in (tile.max_seqlen_k(causal), tile.max_seqlen_k(causal) + 1)
-    if tile.max_seqlen_k(causal) != UNLIMITED
+    if 0 < tile.max_seqlen_k(causal) < UNLIMITED  # 0: the tile is not for this mask
 ]
 # Many key blocks, and many tiles per CTA: the rings and the pipeline between tiles go round often.
 MANY_BLOCKS = [
