@@ -66,6 +66,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explana
             cannot run the call is an answer instead: path "refused".
     """
     check_tensors(q, k, v)
+    causal = causal and q.shape[1] > 1  # as flash_attn_func: a single query sees every key
     try:
         if choose_path(q.device) == "portable":
             return _explain_portable(q, k, causal)
@@ -102,7 +103,7 @@ def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Explanatio
     if q.numel() == 0 or k.numel() == 0:
         nothing = "no row has a key: out 0 and lse -inf are written without a kernel" if q.numel() else "out is empty"
         return Explanation("hopper", "portable", [nothing, backward])
-    row = _selected_row(q.dtype, head_dim, k.shape[1], causal and seqlen_q > 1)
+    row = _selected_row(q.dtype, head_dim, k.shape[1], causal)
     if row < 0:
         return Explanation("refused", None, [f"this build has no kernel for head_dim {head_dim} in {q.dtype}"])
     kernel = _library.kernel_table()[row]

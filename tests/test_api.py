@@ -188,6 +188,13 @@ def test_explain_refusal():
     assert "need CUDA tensors" in str(explanation)
 
 
+def test_one_query_is_causal_or_not():
+    """Causal hides nothing from a single query: the same path, and results that are equal to the bit."""
+    q, k, v = Case(seqlen_q=1, seqlen_k=300).inputs(torch.bfloat16, "cpu")
+    assert fa3.explain(q, k, v, causal=True) == fa3.explain(q, k, v)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, causal=True), fa3.flash_attn_func(q, k, v))
+
+
 def test_explain_checks_its_arguments():
     q, k, v = Case().inputs(torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match=re.escape("v.shape[1] (seqlen_k) must equal k.shape[1] = 129, got 128")):
