@@ -9,7 +9,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import bench_forward, cases, report, timing
+from benchmarks import bench_forward, cases, plot, report, timing
 from benchmarks.cases import Case
 from benchmarks.providers import Provider, load_providers
 from benchmarks.timing import Timing
@@ -165,7 +165,6 @@ def test_arguments():
 
 
 def test_plot(tmp_path):
-    plot = pytest.importorskip("benchmarks.plot", reason="matplotlib is not installed")
     path = tmp_path / "forward.json"
     report.write_json(path, made_up_results())
     png = plot.plot(path)

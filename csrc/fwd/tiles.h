@@ -10,7 +10,7 @@ struct FwdTile {
   int tile_n;               // keys per block
   int stages_q;
   int stages_kv;  // of the K ring and of the V ring
-  // slabs of O (64 columns, see common/tma.cuh) that a warp stages in shared memory at a time. With 0 there is no room
+  // Slabs of O (64 columns, see common/tma.cuh) that a warp stages in shared memory at a time. With 0 there is no room
   // for O: it takes the place of Q, and the pipeline drains between tiles.
   int out_slabs;
   bool ping_pong;
