@@ -8,12 +8,15 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "bwd/kernels.h"
 #include "check.h"
 #include "fwd/kernels.h"
 
@@ -31,10 +34,14 @@ std::string shape_of(Tensor const& tensor) {
   return text + ")";
 }
 
-// fwd: <argument> must <rule>, got <value>
-void check_argument(bool condition, char const* argument, std::string const& rule, std::string const& got) {
-  FA3_CHECK(condition, std::string("fwd: ") + argument + " must " + rule + ", got " + got);
-}
+// The checks of one op, each of which throws `<op>: <argument> must <rule>, got <value>`.
+struct ArgumentCheck {
+  char const* op;
+
+  void operator()(bool condition, char const* argument, std::string const& rule, std::string const& got) const {
+    FA3_CHECK(condition, std::string(op) + ": " + argument + " must " + rule + ", got " + got);
+  }
+};
 
 struct DeviceProperties {
   int num_sms;
@@ -61,10 +68,10 @@ DeviceProperties const& device_properties(int device) {
   return cache[device];
 }
 
-// TMA reads 16-byte aligned rows: a tensor whose base or whose stride of a dimension longer than 1 is not a multiple of
-// 16 bytes is copied. (Strides of 2^40 bytes and more are not addressable either.)
+// TMA reads contiguous vectors from 16-byte aligned addresses: a tensor whose base, or whose stride of a dimension
+// longer than 1, does not fit is copied. (Strides of 2^40 bytes and more are not addressable either.)
 bool tma_addressable(Tensor const& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0) {
+  if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0 || tensor.stride(3) != 1) {
     return false;
   }
   for (int64_t i = 0; i < 3; ++i) {
@@ -89,63 +96,108 @@ fa3::TensorArg tensor_arg(Tensor const& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v, double softmax_scale, bool causal) {
-  auto const check_tensor = [&](char const* name, Tensor const& tensor) {
-    check_argument(tensor.is_cuda(), name, "be on a CUDA device", "a tensor elsewhere");
-    check_argument(tensor.get_device() == q.get_device(), name, "be on q's device " + std::to_string(q.get_device()),
-                   "device " + std::to_string(tensor.get_device()));
-    check_argument(tensor.scalar_type() == ScalarType::Half || tensor.scalar_type() == ScalarType::BFloat16, name,
-                   "be float16 or bfloat16", "scalar type " + std::to_string(static_cast<int>(tensor.scalar_type())));
-    check_argument(tensor.scalar_type() == q.scalar_type(), name, "have q's dtype", "another one");
-    check_argument(tensor.dim() == 4, name, "have 4 dimensions (batch, seqlen, num_heads, head_dim)", shape_of(tensor));
-    check_argument(tensor.numel() == 0 || tensor.size(3) == 1 || tensor.stride(3) == 1, name,
-                   "have a contiguous last dimension", "stride " + std::to_string(tensor.stride(3)));
+// What q, k and v say of a call.
+struct Problem {
+  int64_t batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim;
+  Dtype dtype;
+  int device;
+};
+
+void check_tensor(ArgumentCheck const& check, char const* name, Tensor const& tensor, int device, ScalarType type) {
+  check(tensor.is_cuda(), name, "be on a CUDA device", "a tensor elsewhere");
+  check(tensor.get_device() == device, name, "be on q's device " + std::to_string(device),
+        "device " + std::to_string(tensor.get_device()));
+  check(tensor.scalar_type() == type, name, type == ScalarType::Float ? "be float32" : "have q's dtype",
+        "scalar type " + std::to_string(static_cast<int>(tensor.scalar_type())));
+}
+
+void check_shape(ArgumentCheck const& check, char const* name, Tensor const& tensor, std::vector<int64_t> const& shape,
+                 std::string const& rule) {
+  bool equal = tensor.dim() == static_cast<int64_t>(shape.size());
+  for (size_t i = 0; equal && i < shape.size(); ++i) {
+    equal = tensor.size(i) == shape[i];
+  }
+  check(equal, name, rule, shape_of(tensor));
+}
+
+Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& k, Tensor const& v,
+                     double softmax_scale) {
+  ScalarType const type = q.scalar_type();
+  check(type == ScalarType::Half || type == ScalarType::BFloat16, "q", "be float16 or bfloat16",
+        "scalar type " + std::to_string(static_cast<int>(type)));
+  auto const check_input = [&](char const* name, Tensor const& tensor) {
+    check_tensor(check, name, tensor, q.get_device(), type);
+    check(tensor.dim() == 4, name, "have 4 dimensions (batch, seqlen, num_heads, head_dim)", shape_of(tensor));
+    check(tensor.numel() == 0 || tensor.size(3) == 1 || tensor.stride(3) == 1, name, "have a contiguous last dimension",
+          "stride " + std::to_string(tensor.stride(3)));
     for (int64_t i = 0; i < 4; ++i) {
       // 1024 short of the limit, so that a last tile's end still fits an int.
-      check_argument(tensor.size(i) <= std::numeric_limits<int>::max() - 1024, name, "have sizes below 2^31 - 1024",
-                     shape_of(tensor));
+      check(tensor.size(i) <= std::numeric_limits<int>::max() - 1024, name, "have sizes below 2^31 - 1024",
+            shape_of(tensor));
     }
   };
-  check_tensor("q", q);
-  check_tensor("k", k);
-  check_tensor("v", v);
+  check_input("q", q);
+  check_input("k", k);
+  check_input("v", v);
 
-  int64_t const batch = q.size(0), seqlen_q = q.size(1), num_heads_q = q.size(2), head_dim = q.size(3);
-  int64_t const seqlen_k = k.size(1), num_heads_kv = k.size(2);
-  check_argument(head_dim >= 8 && head_dim <= 256 && head_dim % 8 == 0, "q",
-                 "have a head_dim that is a multiple of 8 from 8 to 256", std::to_string(head_dim));
-  check_argument(k.size(0) == batch && k.size(3) == head_dim, "k", "have q's batch and head_dim", shape_of(k));
-  check_argument(v.size(0) == batch && v.size(1) == seqlen_k && v.size(2) == num_heads_kv && v.size(3) == head_dim, "v",
-                 "have k's shape " + shape_of(k), shape_of(v));
-  check_argument(num_heads_q >= 1 && num_heads_kv >= 1 && num_heads_q % num_heads_kv == 0, "q",
-                 "have a multiple of k's " + std::to_string(num_heads_kv) + " heads", std::to_string(num_heads_q));
-  check_argument(softmax_scale >= 1e-37 && softmax_scale <= 1e38, "softmax_scale", "be from 1e-37 to 1e38 (float32)",
-                 std::to_string(softmax_scale));
+  Problem const problem{
+      .batch = q.size(0),
+      .seqlen_q = q.size(1),
+      .seqlen_k = k.size(1),
+      .num_heads_q = q.size(2),
+      .num_heads_kv = k.size(2),
+      .head_dim = q.size(3),
+      .dtype = type == ScalarType::Half ? Dtype::kFloat16 : Dtype::kBFloat16,
+      .device = q.get_device(),
+  };
+  check(problem.head_dim >= 8 && problem.head_dim <= 256 && problem.head_dim % 8 == 0, "q",
+        "have a head_dim that is a multiple of 8 from 8 to 256", std::to_string(problem.head_dim));
+  check(k.size(0) == problem.batch && k.size(3) == problem.head_dim, "k", "have q's batch and head_dim", shape_of(k));
+  check_shape(check, "v", v, {problem.batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim},
+              "have k's shape " + shape_of(k));
+  check(problem.num_heads_q >= 1 && problem.num_heads_kv >= 1 && problem.num_heads_q % problem.num_heads_kv == 0, "q",
+        "have a multiple of k's " + std::to_string(problem.num_heads_kv) + " heads",
+        std::to_string(problem.num_heads_q));
+  check(softmax_scale >= 1e-37 && softmax_scale <= 1e38, "softmax_scale", "be from 1e-37 to 1e38 (float32)",
+        std::to_string(softmax_scale));
 
-  int const device = q.get_device();
-  torch::stable::accelerator::DeviceGuard const guard(device);
-  DeviceProperties const& properties = device_properties(device);
-  check_argument(properties.major == 9 && properties.minor == 0, "q", "be on a Hopper GPU (compute capability 9.0)",
-                 std::to_string(properties.major) + "." + std::to_string(properties.minor));
+  DeviceProperties const& properties = device_properties(problem.device);
+  check(properties.major == 9 && properties.minor == 0, "q", "be on a Hopper GPU (compute capability 9.0)",
+        std::to_string(properties.major) + "." + std::to_string(properties.minor));
+  return problem;
+}
 
-  Dtype const dtype = q.scalar_type() == ScalarType::Half ? Dtype::kFloat16 : Dtype::kBFloat16;
-  fa3::FwdKernel const* kernel = fa3::select_fwd_kernel(dtype, head_dim, seqlen_k, causal);
-  FA3_CHECK(kernel != nullptr,
-            "fwd: this build has no kernel for head_dim " + std::to_string(head_dim) + " of q's dtype");
+template <class Kernel>
+void check_built(char const* op, Kernel const* kernel, Problem const& problem) {
+  FA3_CHECK(kernel != nullptr, std::string(op) + ": this build has no kernel for head_dim " +
+                                   std::to_string(problem.head_dim) + " of q's dtype");
+}
 
-  Tensor out = torch::stable::new_empty(q, {batch, seqlen_q, num_heads_q, head_dim});
-  Tensor lse = torch::stable::new_empty(q, {batch, num_heads_q, seqlen_q}, ScalarType::Float);
+cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// `deterministic` is the backward's: autograd carries it there.
+std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v, double softmax_scale, bool causal,
+                               bool /*deterministic*/) {
+  Problem const problem = check_inputs({"fwd"}, q, k, v, softmax_scale);
+  fa3::FwdKernel const* kernel = fa3::select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal);
+  check_built("fwd", kernel, problem);
+  torch::stable::accelerator::DeviceGuard const guard(problem.device);
+
+  Tensor out = torch::stable::new_empty(q, q.sizes());
+  Tensor lse = torch::stable::new_empty(q, {problem.batch, problem.num_heads_q, problem.seqlen_q}, ScalarType::Float);
   if (out.numel() == 0) {
     return {out, lse};
   }
-  if (seqlen_k == 0) {  // no row has a key
+  if (problem.seqlen_k == 0) {  // no row has a key
     torch::stable::fill_(out, 0);
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     return {out, lse};
   }
 
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   Tensor const q_tma = for_tma(q), k_tma = for_tma(k), v_tma = for_tma(v);
   kernel->launch(
       {
@@ -154,47 +206,154 @@ std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v
           .v = tensor_arg(v_tma),
           .out = tensor_arg(out),
           .lse = static_cast<float*>(lse.data_ptr()),
-          .batch = static_cast<int>(batch),
-          .seqlen_q = static_cast<int>(seqlen_q),
-          .seqlen_k = static_cast<int>(seqlen_k),
-          .num_heads_q = static_cast<int>(num_heads_q),
-          .num_heads_kv = static_cast<int>(num_heads_kv),
-          .head_dim = static_cast<int>(head_dim),
+          .batch = static_cast<int>(problem.batch),
+          .seqlen_q = static_cast<int>(problem.seqlen_q),
+          .seqlen_k = static_cast<int>(problem.seqlen_k),
+          .num_heads_q = static_cast<int>(problem.num_heads_q),
+          .num_heads_kv = static_cast<int>(problem.num_heads_kv),
+          .head_dim = static_cast<int>(problem.head_dim),
           .softmax_scale = static_cast<float>(softmax_scale),
           .causal = causal,
-          .num_sms = properties.num_sms,
+          .num_sms = device_properties(problem.device).num_sms,
       },
-      static_cast<cudaStream_t>(stream));
+      current_stream(problem.device));
   return {out, lse};
+}
+
+// dout and out may have any strides; a dlse that is absent is zero.
+std::tuple<Tensor, Tensor, Tensor> bwd(Tensor const& dout, std::optional<Tensor> const& dlse, Tensor const& q,
+                                       Tensor const& k, Tensor const& v, Tensor const& out, Tensor const& lse,
+                                       double softmax_scale, bool causal, bool deterministic) {
+  ArgumentCheck const check{"bwd"};
+  Problem const problem = check_inputs(check, q, k, v, softmax_scale);
+  auto const check_like_q = [&](char const* name, Tensor const& tensor) {
+    check_tensor(check, name, tensor, problem.device, q.scalar_type());
+    check_shape(check, name, tensor, {problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim},
+                "have q's shape " + shape_of(q));
+  };
+  auto const check_like_lse = [&](char const* name, Tensor const& tensor) {
+    check_tensor(check, name, tensor, problem.device, ScalarType::Float);
+    check_shape(check, name, tensor, {problem.batch, problem.num_heads_q, problem.seqlen_q},
+                "have the shape (batch, num_heads_q, seqlen_q) of q " + shape_of(q));
+  };
+  check_like_q("dout", dout);
+  check_like_q("out", out);
+  check_like_lse("lse", lse);
+  if (dlse.has_value()) {
+    check_like_lse("dlse", *dlse);
+  }
+  fa3::BwdKernel const* kernel = fa3::select_bwd_kernel(problem.dtype, problem.head_dim);
+  check_built("bwd", kernel, problem);
+  torch::stable::accelerator::DeviceGuard const guard(problem.device);
+
+  Tensor dq = torch::stable::new_empty(q, q.sizes());
+  Tensor dk = torch::stable::new_empty(k, k.sizes());
+  Tensor dv = torch::stable::new_empty(v, v.sizes());
+  if (q.numel() == 0 || k.numel() == 0) {  // no query sees a key
+    for (Tensor* gradient : {&dq, &dk, &dv}) {
+      torch::stable::fill_(*gradient, 0);
+    }
+    return {dq, dk, dv};
+  }
+
+  // Causal with more queries than keys: the first queries see none. Their dq is 0, and whatever else is in their rows
+  // reaches nothing: the kernels get the rows after them.
+  int64_t const rows_without_keys = causal ? std::max<int64_t>(problem.seqlen_q - problem.seqlen_k, 0) : 0;
+  int64_t const seqlen_q = problem.seqlen_q - rows_without_keys;
+  auto const with_keys = [&](Tensor tensor, int64_t dim) {
+    return rows_without_keys == 0 ? tensor : torch::stable::narrow(tensor, dim, rows_without_keys, seqlen_q);
+  };
+  if (rows_without_keys > 0) {
+    Tensor dq_without_keys = torch::stable::narrow(dq, 1, 0, rows_without_keys);
+    torch::stable::fill_(dq_without_keys, 0);
+  }
+
+  int64_t const tile_m = kernel->info.tile_m;
+  int64_t const num_m_blocks = (seqlen_q + tile_m - 1) / tile_m;
+  auto const scratch = [&](int64_t per_m_block, ScalarType type) {
+    return torch::stable::new_empty(q, {problem.batch, problem.num_heads_q, num_m_blocks, per_m_block}, type);
+  };
+  Tensor const dq_accum = scratch(tile_m * kernel->info.head_dim, ScalarType::Float);
+  Tensor const lse_log2 = scratch(tile_m, ScalarType::Float);
+  Tensor const dsum = scratch(tile_m, ScalarType::Float);
+  Tensor const dq_turn = scratch(deterministic ? kernel->info.consumer_warpgroups : 0, ScalarType::Int);
+
+  Tensor const q_tma = for_tma(with_keys(q, 1)), k_tma = for_tma(k), v_tma = for_tma(v);
+  Tensor const out_tma = for_tma(with_keys(out, 1)), dout_tma = for_tma(with_keys(dout, 1));
+  Tensor const lse_packed = torch::stable::contiguous(with_keys(lse, 2));
+  std::optional<Tensor> const dlse_packed =
+      dlse.has_value() ? std::optional(torch::stable::contiguous(with_keys(*dlse, 2))) : std::nullopt;
+  kernel->launch(
+      {
+          .q = tensor_arg(q_tma),
+          .k = tensor_arg(k_tma),
+          .v = tensor_arg(v_tma),
+          .out = tensor_arg(out_tma),
+          .dout = tensor_arg(dout_tma),
+          .dq = tensor_arg(with_keys(dq, 1)),
+          .dk = tensor_arg(dk),
+          .dv = tensor_arg(dv),
+          .lse = static_cast<float const*>(lse_packed.data_ptr()),
+          .dlse = dlse_packed.has_value() ? static_cast<float const*>(dlse_packed->data_ptr()) : nullptr,
+          .dq_accum = static_cast<float*>(dq_accum.data_ptr()),
+          .lse_log2 = static_cast<float*>(lse_log2.data_ptr()),
+          .dsum = static_cast<float*>(dsum.data_ptr()),
+          .dq_turn = deterministic ? static_cast<int*>(dq_turn.data_ptr()) : nullptr,
+          .batch = static_cast<int>(problem.batch),
+          .seqlen_q = static_cast<int>(seqlen_q),
+          .seqlen_k = static_cast<int>(problem.seqlen_k),
+          .num_heads_q = static_cast<int>(problem.num_heads_q),
+          .num_heads_kv = static_cast<int>(problem.num_heads_kv),
+          .head_dim = static_cast<int>(problem.head_dim),
+          .softmax_scale = static_cast<float>(softmax_scale),
+          .causal = causal,
+          .deterministic = deterministic,
+          .num_sms = device_properties(problem.device).num_sms,
+      },
+      current_stream(problem.device));
+  return {dq, dk, dv};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fa3, m) {
-  m.def("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor out, Tensor lse)");
+  m.def(
+      "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False) "
+      "-> (Tensor out, Tensor lse)");
+  m.def(
+      "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
+      "bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fa3, CUDA, m) { m.impl("fwd", TORCH_BOX(&fwd)); }
+STABLE_TORCH_LIBRARY_IMPL(fa3, CUDA, m) {
+  m.impl("fwd", TORCH_BOX(&fwd));
+  m.impl("bwd", TORCH_BOX(&bwd));
+}
 
 // For `python -m fa3` and `fa3.explain`, through ctypes: they must work without a GPU.
 #define FA3_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The built kernels as a JSON list.
+// The built kernels as a JSON list: those of the forward, then those of the backward.
 FA3_EXPORT char const* fa3_kernel_table() {
   static std::string const table = [] {
     std::string json = "[";
-    for (fa3::FwdKernel const& kernel : fa3::fwd_kernels()) {
+    auto const add = [&](char const* pass, fa3::KernelInfo const& info) {
       auto const text = [](char const* name, char const* value) {
         return std::string("\"") + name + "\": \"" + value + "\"";
       };
       auto const number = [](char const* name, int value) {
         return std::string(", \"") + name + "\": " + std::to_string(value);
       };
-      json += std::string(json.size() > 1 ? ", {" : "{") + text("name", kernel.name) + ", " + text("pass", "fwd") +
-              ", " + text("dtype", kernel.dtype == Dtype::kBFloat16 ? "bf16" : "fp16") +
-              number("head_dim", kernel.head_dim) + number("tile_m", kernel.tile_m) + number("tile_n", kernel.tile_n) +
-              number("stages", kernel.stages) + number("consumer_warpgroups", kernel.consumer_warpgroups) +
-              number("smem_bytes", kernel.smem_bytes) + "}";
+      json += std::string(json.size() > 1 ? ", {" : "{") + text("name", info.name) + ", " + text("pass", pass) + ", " +
+              text("dtype", info.dtype == Dtype::kBFloat16 ? "bf16" : "fp16") + number("head_dim", info.head_dim) +
+              number("tile_m", info.tile_m) + number("tile_n", info.tile_n) + number("stages", info.stages) +
+              number("consumer_warpgroups", info.consumer_warpgroups) + number("smem_bytes", info.smem_bytes) + "}";
+    };
+    for (fa3::FwdKernel const& kernel : fa3::fwd_kernels()) {
+      add("fwd", kernel.info);
+    }
+    for (fa3::BwdKernel const& kernel : fa3::bwd_kernels()) {
+      add("bwd", kernel.info);
     }
     return json + "]";
   }();
@@ -205,4 +364,11 @@ FA3_EXPORT char const* fa3_kernel_table() {
 FA3_EXPORT int fa3_select_fwd_kernel(int dtype, int head_dim, int seqlen_k, bool causal) {
   fa3::FwdKernel const* selected = fa3::select_fwd_kernel(static_cast<Dtype>(dtype), head_dim, seqlen_k, causal);
   return selected == nullptr ? -1 : static_cast<int>(selected - fa3::fwd_kernels().data());
+}
+
+// The same for a backward call.
+FA3_EXPORT int fa3_select_bwd_kernel(int dtype, int head_dim) {
+  fa3::BwdKernel const* selected = fa3::select_bwd_kernel(static_cast<Dtype>(dtype), head_dim);
+  return selected == nullptr ? -1
+                             : static_cast<int>(fa3::fwd_kernels().size() + (selected - fa3::bwd_kernels().data()));
 }

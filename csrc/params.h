@@ -34,4 +34,36 @@ struct FwdParams {
   int num_sms;
 };
 
+struct BwdParams {
+  TensorArg q;     // (batch, seqlen_q, num_heads_q, head_dim), as are out, dout and dq
+  TensorArg k;     // (batch, seqlen_k, num_heads_kv, head_dim), as are v, dk and dv
+  TensorArg v;
+  TensorArg out;
+  TensorArg dout;
+  TensorArg dq;
+  TensorArg dk;
+  TensorArg dv;
+  float const* lse;   // (batch, num_heads_q, seqlen_q), contiguous, natural log
+  float const* dlse;  // the same shape; nullptr where lse has no gradient
+
+  // Scratch, of any content. rows = seqlen_q rounded up to the kernel's tile_m.
+  float* dq_accum;    // (batch, num_heads_q, rows, the kernel's head_dim): dQ / softmax_scale, in the order of bwd/dq.cuh
+  float* lse_log2;    // (batch, num_heads_q, rows): lse * log2(e)
+  float* dsum;        // (batch, num_heads_q, rows): D = rowsum(dO * O) - dlse
+  int* dq_turn;       // (batch, num_heads_q, rows / tile_m): deterministic only, else nullptr
+
+  int batch;
+  int seqlen_q;
+  int seqlen_k;
+  int num_heads_q;
+  int num_heads_kv;
+  int head_dim;
+
+  float softmax_scale;
+  bool causal;         // aligned to the bottom right: query i sees keys j <= i + seqlen_k - seqlen_q
+  bool deterministic;  // dQ is summed in a fixed order
+
+  int num_sms;
+};
+
 }  // namespace fa3

@@ -31,4 +31,13 @@ FA3_HOST_DEVICE BlockRange block_range(int row_begin, int num_rows, int tile_n, 
   return {most > tile_n ? (most + tile_n - 1) / tile_n : 1, fewest > 0 ? fewest / tile_n : 0};
 }
 
+// First query that sees `key`: the inverse of visible_keys. Past the end for a key past the end.
+FA3_HOST_DEVICE int first_query(int key, int seqlen_q, int seqlen_k, bool causal) {
+  if (key >= seqlen_k) {
+    return seqlen_q;
+  }
+  int const first = causal ? key - (seqlen_k - seqlen_q) : 0;
+  return first > 0 ? first : 0;
+}
+
 }  // namespace fa3

@@ -6,9 +6,13 @@
 
 namespace fa3 {
 
-// id           waits                    arrives                          threads
+// forward      waits                    arrives                          threads
 // kTurn + w    consumer warpgroup w     the warpgroup whose turn ended   256
-enum NamedBarrierId : uint32_t { kTurn = 0 };
+enum FwdNamedBarrier : uint32_t { kTurn = 0 };
+
+// backward     waits                    arrives                          threads
+// kConsumers   all consumers            all consumers                    all consumers
+enum BwdNamedBarrier : uint32_t { kConsumers = 0 };
 
 // Ping-pong: the consumer warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of the
 // others. Every warpgroup takes one turn per key block of the CTA's tile, also for a block that it skips.

@@ -59,4 +59,15 @@ struct Pipeline {
   }
 };
 
+// One buffer that consumer warps fill and a single thread empties.
+struct HandOver {
+  cutlass::arch::ClusterBarrier full;
+  cutlass::arch::ClusterBarrier empty;
+
+  CUTLASS_DEVICE void init(int num_filling_warps) {
+    full.init(num_filling_warps);
+    empty.init(1);
+  }
+};
+
 }  // namespace fa3

@@ -75,14 +75,28 @@ CUtensorMap make_tensor_map(TensorArg const& tensor, int head_dim, int seqlen, i
 }
 
 // Loads rows [row, row + kRows) of one head into `smem`, completing on `barrier`.
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kSlabColumns = slab_columns(kHeadDim), class Element>
 CUTLASS_DEVICE void load_tile(CUtensorMap const& map, uint64_t* barrier, cute::TMA::CacheHintSm90 cache_hint,
                               Element* smem, int row, int head_idx, int batch_idx) {
   CUTLASS_PRAGMA_UNROLL
-  for (int column = 0; column < kHeadDim; column += slab_columns(kHeadDim)) {
+  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
     cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cache_hint), smem + column * kRows, column, row,
                                  head_idx, batch_idx);
   }
 }
+
+// Adds `bytes` of floats in shared memory to global memory, 16-byte aligned, as part of the current bulk group.
+CUTLASS_DEVICE void reduce_add(float* global, float const* smem, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :
+               : "l"(global), "r"(cute::cast_smem_ptr_to_uint(smem)), "r"(bytes)
+               : "memory");
+}
+
+// Waits until the bulk groups of this thread have been written, not only read from shared memory.
+CUTLASS_DEVICE void wait_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Orders ordinary accesses of global memory with those of TMA.
+CUTLASS_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace fa3

@@ -5,21 +5,13 @@
 
 #include <vector>
 
+#include "common/kernel_info.h"
 #include "params.h"
 
 namespace fa3 {
 
-enum class Dtype : int { kFloat16 = 0, kBFloat16 = 1 };
-
 struct FwdKernel {
-  char const* name;  // of its source file
-  Dtype dtype;
-  int head_dim;  // serves every head_dim down to the next smaller one that is built
-  int tile_m;    // query rows per CTA
-  int tile_n;    // keys per block
-  int stages;    // of the K ring and of the V ring
-  int consumer_warpgroups;
-  int smem_bytes;
+  KernelInfo info;
   int max_seqlen_k_full;  // the longest seqlen_k that it is meant for
   int max_seqlen_k_causal;
   void (*launch)(FwdParams const&, cudaStream_t);

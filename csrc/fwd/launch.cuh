@@ -54,14 +54,17 @@ template <class Element, int kHeadDim, FwdTile kTile>
 FwdKernel fwd_kernel_row(char const* name) {
   using Config = FwdConfig<Element, kHeadDim, kTile>;
   return {
-      .name = name,
-      .dtype = std::is_same_v<Element, cutlass::half_t> ? Dtype::kFloat16 : Dtype::kBFloat16,
-      .head_dim = kHeadDim,
-      .tile_m = Config::kTileM,
-      .tile_n = Config::kTileN,
-      .stages = Config::kStagesKV,
-      .consumer_warpgroups = Config::kConsumerWarpgroups,
-      .smem_bytes = Config::kSmemBytes,
+      .info =
+          {
+              .name = name,
+              .dtype = std::is_same_v<Element, cutlass::half_t> ? Dtype::kFloat16 : Dtype::kBFloat16,
+              .head_dim = kHeadDim,
+              .tile_m = Config::kTileM,
+              .tile_n = Config::kTileN,
+              .stages = Config::kStagesKV,
+              .consumer_warpgroups = Config::kConsumerWarpgroups,
+              .smem_bytes = Config::kSmemBytes,
+          },
       .max_seqlen_k_full = kTile.max_seqlen_k_full,
       .max_seqlen_k_causal = kTile.max_seqlen_k_causal,
       .launch = launch_fwd<Config>,

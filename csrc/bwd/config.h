@@ -1,0 +1,134 @@
+// Everything that is fixed when a backward kernel is compiled: tile shape, stages, layouts, shared memory.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <cutlass/cutlass.h>
+
+#include "bwd/tiles.h"
+#include "common/layout.cuh"
+#include "common/named_barriers.cuh"
+#include "common/pipeline.cuh"
+#include "common/tile_scheduler.h"
+#include "common/tma.cuh"
+
+namespace fa3 {
+
+// Keys are split: each consumer warpgroup has 64 keys of the CTA's tile, whose dK and dV it keeps in registers.
+template <class Element_, int kHeadDim_, BwdTile kTile>
+struct BwdConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kTileM = kTile.tile_m;
+  static constexpr int kTileN = kTile.tile_n;
+  static constexpr int kConsumerWarpgroups = kTileN / kRowsPerWarpgroup;
+  static constexpr int kStagesQ = kTile.stages_q;
+  static constexpr int kStagesDout = kTile.stages_dout;
+  static constexpr int kStagesDs = kStagesDout;  // dS of a step is alive as long as dO
+  static constexpr bool kDsFromRegisters = kTile.ds_from_registers;
+  static constexpr int kDqColumns = kHeadDim / kConsumerWarpgroups;  // of the dQ tile, computed by one warpgroup
+  static_assert(kConsumerWarpgroups == 2);
+  static_assert(kTileM == 64, "dQ's tile is one m64 of WGMMA");
+  static_assert(kStagesQ >= 3, "Q of a step is released when the S after the next is due");
+
+  static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
+  static constexpr int kConsumerThreads = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kNumThreads = cutlass::NumThreadsPerWarpGroup + kConsumerThreads;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+
+  // A warpgroup's columns of dQ start at a slab of K: WGMMA cannot begin a transposed operand inside of one.
+  static constexpr int kSlabColumns = slab_columns(kHeadDim);
+  static constexpr int kSlabColumnsK = kDqColumns % kSlabColumns == 0 ? kSlabColumns : 32;
+  static_assert(kHeadDim % kSlabColumns == 0 && kDqColumns % kSlabColumnsK == 0);
+
+  // Shared-memory layouts, as TMA writes them (common/tma.cuh): (rows, kHeadDim), and the same bytes seen as
+  // (kHeadDim, rows) where the rows are what a product sums over.
+  template <int kColumns>
+  using KMajorAtom = std::conditional_t<kColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+  template <int kColumns>
+  using MnMajorAtom = std::conditional_t<kColumns == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                                         cute::GMMA::Layout_MN_SW64_Atom<Element>>;
+  template <int kRows, int kStages, int kColumns = kSlabColumns>
+  using LayoutRows = decltype(cute::tile_to_shape(
+      KMajorAtom<kColumns>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
+  template <int kRows, int kStages, int kColumns = kSlabColumns>
+  using LayoutTransposed = decltype(cute::tile_to_shape(
+      MnMajorAtom<kColumns>{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>, cute::Int<kStages>>{},
+      cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using TileM = cute::Int<kTileM>;
+  using TileN = cute::Int<kTileN>;
+  using HeadDim = cute::Int<kHeadDim>;
+  using DqColumns = cute::Int<kDqColumns>;
+  // (kTileM, kTileN, kStagesDs): dS with the queries contiguous, 128 bytes per key; and the same bytes by key.
+  using LayoutDs = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                                cute::Shape<TileM, TileN, cute::Int<kStagesDs>>{}));
+  using LayoutDst = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                 cute::Shape<TileN, TileM, cute::Int<kStagesDs>>{}));
+
+  // S^T = K Q^T and dP^T = V dO^T, (64 keys, kTileM queries): transposed, so that they become A operands in registers.
+  using MmaS = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, TileM, HeadDim>>()));
+  // dV += P^T dO, P from registers, and dK += dS^T Q, (64 keys, kHeadDim).
+  using MmaDv = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, HeadDim, TileM>, cute::GMMA::Major::K,
+                                 cute::GMMA::Major::MN>()));
+  using MmaDkShared = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, HeadDim, TileM>, cute::GMMA::Major::K,
+                                 cute::GMMA::Major::MN>()));
+  using MmaDk = std::conditional_t<kDsFromRegisters, MmaDv, MmaDkShared>;
+  // dQ = dS K, (kTileM queries, kDqColumns).
+  using MmaDq = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<TileM, DqColumns, TileN>, cute::GMMA::Major::MN,
+                                 cute::GMMA::Major::MN>()));
+
+  static constexpr int kBytesQ = kTileM * kHeadDim * sizeof(Element);
+  static constexpr int kBytesK = kTileN * kHeadDim * sizeof(Element);
+  static constexpr int kBytesVector = kTileM * sizeof(float);  // lse or D of a step
+  static constexpr int kDqPart = kTileM * kDqColumns;             // floats of a dQ tile from one warpgroup
+
+  struct SharedStorage {
+    alignas(1024) Element k[kTileN * kHeadDim];
+    alignas(1024) Element v[kTileN * kHeadDim];
+    alignas(1024) Element q[kStagesQ][kTileM * kHeadDim];
+    alignas(1024) Element dout[kStagesDout][kTileM * kHeadDim];
+    alignas(1024) Element ds[kStagesDs][kTileN * kTileM];
+    alignas(128) float dq[kConsumerWarpgroups][kDqPart];
+    alignas(128) float lse_log2[kStagesQ][kTileM];
+    alignas(128) float dsum[kStagesDout][kTileM];
+    Pipeline<1> pipeline_k;
+    Pipeline<1> pipeline_v;
+    Pipeline<kStagesQ> pipeline_q;
+    Pipeline<kStagesDout> pipeline_dout;
+    HandOver dq_staged[kConsumerWarpgroups];
+  };
+  // The dynamic shared memory of a CTA starts 1024-byte aligned when there is no static shared memory.
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 232448, "a CTA can have 227 KB of shared memory");
+};
+
+struct BwdKernelParams {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap dout;
+  CUtensorMap dk;
+  CUtensorMap dv;
+  float const* lse_log2;  // (batch, num_heads_q, num_m_blocks * tile_m)
+  float const* dsum;
+  float* dq_accum;  // (batch, num_heads_q, num_m_blocks, tile): bwd/dq.cuh
+  int* dq_turn;     // (batch, num_heads_q, num_m_blocks, warpgroup), or nullptr: the n_block whose turn it is
+  int seqlen_q;
+  int seqlen_k;
+  int num_m_blocks;
+  int num_n_blocks;
+  int num_heads_q;
+  int group_size;  // num_heads_q / num_heads_kv
+  float softmax_scale;
+  float softmax_scale_log2;  // softmax_scale * log2(e)
+  bool causal;
+  TileSchedulerParams scheduler;
+};
+
+}  // namespace fa3

@@ -1,0 +1,81 @@
+// Before the main kernel: D = rowsum(dO * O) - dlse, lse in base 2, and the dQ accumulator cleared.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <cutlass/numeric_conversion.h>
+
+#include "params.h"
+
+namespace fa3 {
+
+constexpr int kPreprocessThreads = 256;
+
+// One CTA per tile of kTileM query rows of one head. A row is read by kHeadDim / 8 neighbouring threads (a power of two
+// of them), 16 bytes each.
+template <class Element, int kHeadDim, int kTileM>
+__global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(BwdParams const params, int num_m_blocks,
+                                                                            int turns_per_tile) {
+  constexpr int kThreadsPerRow = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;
+  constexpr int kRowsPerPass = kPreprocessThreads / kThreadsPerRow;
+  static_assert(kTileM % kRowsPerPass == 0);
+  using Vector = cutlass::AlignedArray<Element, 8>;
+  using ToFloat = cutlass::NumericArrayConverter<float, Element, 8>;
+
+  int64_t const tile = blockIdx.x;
+  int64_t const head_batch = tile / num_m_blocks;
+  int const m_block = static_cast<int>(tile - head_batch * num_m_blocks);
+  int64_t const batch_idx = head_batch / params.num_heads_q;
+  int64_t const head_idx = head_batch - batch_idx * params.num_heads_q;
+  auto const row_of = [&](TensorArg const& tensor, int64_t row) {
+    return static_cast<Element const*>(tensor.data) + batch_idx * tensor.batch_stride + row * tensor.row_stride +
+           head_idx * tensor.head_stride;
+  };
+  int const column = threadIdx.x % kThreadsPerRow * 8;
+
+  CUTLASS_PRAGMA_UNROLL
+  for (int pass = 0; pass < kTileM / kRowsPerPass; ++pass) {
+    int const row_in_tile = pass * kRowsPerPass + threadIdx.x / kThreadsPerRow;
+    int const row = m_block * kTileM + row_in_tile;
+    float sum = 0.f;
+    if (row < params.seqlen_q && column < params.head_dim) {
+      auto const out = ToFloat::convert(*reinterpret_cast<Vector const*>(row_of(params.out, row) + column));
+      auto const dout = ToFloat::convert(*reinterpret_cast<Vector const*>(row_of(params.dout, row) + column));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        sum = fmaf(out[i], dout[i], sum);
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane = kThreadsPerRow / 2; lane > 0; lane /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, lane);
+    }
+    if (threadIdx.x % kThreadsPerRow == 0) {
+      // P = exp2(S - lse) of a row without keys, and of one past the end, is 0 with lse = inf.
+      float lse_log2 = INFINITY;
+      if (row < params.seqlen_q) {
+        int64_t const index = head_batch * params.seqlen_q + row;
+        float const lse = params.lse[index];
+        if (lse != -INFINITY) {
+          lse_log2 = lse * 1.44269504088896340736f;  // log2(e)
+          sum -= params.dlse == nullptr ? 0.f : params.dlse[index];
+        } else {
+          sum = 0.f;
+        }
+      }
+      params.lse_log2[tile * kTileM + row_in_tile] = lse_log2;
+      params.dsum[tile * kTileM + row_in_tile] = sum;
+    }
+  }
+
+  auto* dq = reinterpret_cast<float4*>(params.dq_accum + tile * kTileM * kHeadDim);
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kTileM * kHeadDim / 4; i += kPreprocessThreads) {
+    dq[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (params.dq_turn != nullptr && threadIdx.x < turns_per_tile) {
+    params.dq_turn[tile * turns_per_tile + threadIdx.x] = 0;
+  }
+}
+
+}  // namespace fa3

@@ -1,0 +1,67 @@
+// The producer warp: brings K and V of a tile once, and streams Q and dO with their lse and D.
+//
+// pipeline     filled by        full arrivals     freed by                  empty arrivals
+// k, v         producer warp    1 + bytes (TMA)   all consumer warpgroups   one per consumer warp
+// q, dout      producer warp    1 + bytes (TMA)   all consumer warpgroups   one per consumer warp
+//
+// K and V have one stage, free when dK and dV of the tile before have left it. Q and dO of a tile's first step are
+// asked for before: their rings run on across tiles.
+#pragma once
+
+#include "bwd/steps.cuh"
+
+namespace fa3 {
+
+template <class Config>
+CUTLASS_DEVICE void produce(BwdKernelParams const& params, typename Config::SharedStorage& smem) {
+  using CacheHint = cute::TMA::CacheHintSm90;
+  cute::prefetch_tma_descriptor(&params.q);
+  cute::prefetch_tma_descriptor(&params.k);
+  cute::prefetch_tma_descriptor(&params.v);
+  cute::prefetch_tma_descriptor(&params.dout);
+
+  PipelineState<1> kv_state;
+  PipelineState<Config::kStagesQ> q_state;
+  PipelineState<Config::kStagesDout> dout_state;
+
+  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  Tile tile;
+  while (scheduler.next(tile)) {
+    int const n_block = tile_n_block(params, tile);
+    Steps steps(params, n_block, tile.head_idx, Config::kTileM, Config::kTileN);
+    auto const load_step = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+      int const row = steps.m_block * Config::kTileM;
+      int64_t const vector = int64_t(steps.q_tile(params, tile)) * Config::kTileM;
+
+      uint64_t* barrier = smem.pipeline_q.acquire(q_state, Config::kBytesQ + Config::kBytesVector);
+      load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(
+          params.q, barrier, CacheHint::EVICT_LAST, smem.q[q_state.stage], row, steps.head_idx, tile.batch_idx);
+      cute::SM90_BULK_COPY_G2S::copy(params.lse_log2 + vector, barrier, smem.lse_log2[q_state.stage],
+                                     Config::kBytesVector);
+      q_state.advance();
+
+      barrier = smem.pipeline_dout.acquire(dout_state, Config::kBytesQ + Config::kBytesVector);
+      load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(params.dout, barrier, CacheHint::EVICT_LAST,
+                                                                        smem.dout[dout_state.stage], row,
+                                                                        steps.head_idx, tile.batch_idx);
+      cute::SM90_BULK_COPY_G2S::copy(params.dsum + vector, barrier, smem.dsum[dout_state.stage], Config::kBytesVector);
+      dout_state.advance();
+      steps.advance();
+    };
+
+    load_step();
+    uint64_t* barrier = smem.pipeline_k.acquire(kv_state, Config::kBytesK);
+    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumnsK>(
+        params.k, barrier, CacheHint::EVICT_FIRST, smem.k, n_block * Config::kTileN, tile.head_idx, tile.batch_idx);
+    barrier = smem.pipeline_v.acquire(kv_state, Config::kBytesK);
+    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(
+        params.v, barrier, CacheHint::EVICT_FIRST, smem.v, n_block * Config::kTileN, tile.head_idx, tile.batch_idx);
+    kv_state.advance();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = 1; step < steps.num_steps; ++step) {  // unrolled, it would not fit the producer's registers
+      load_step();
+    }
+  }
+}
+
+}  // namespace fa3
