@@ -24,7 +24,7 @@ struct BwdConfig {
   static constexpr int kConsumerWarpgroups = kTileN / kRowsPerWarpgroup;
   static constexpr int kStagesQ = kTile.stages_q;
   static constexpr int kStagesDout = kTile.stages_dout;
-  static constexpr int kStagesDs = kStagesDout;  // dS of a step is alive as long as dO
+  static constexpr int kStagesDs = kStagesQ;  // dS of a step lives as long as its Q, and some more
   static constexpr bool kDsFromRegisters = kTile.ds_from_registers;
   static constexpr int kDqColumns = kHeadDim / kConsumerWarpgroups;  // of the dQ tile, computed by one warpgroup
   static_assert(kConsumerWarpgroups == 2);
@@ -61,6 +61,13 @@ struct BwdConfig {
   using TileN = cute::Int<kTileN>;
   using HeadDim = cute::Int<kHeadDim>;
   using DqColumns = cute::Int<kDqColumns>;
+  using LayoutQ = LayoutRows<kTileM, kStagesQ>;
+  using LayoutQt = LayoutTransposed<kTileM, kStagesQ>;
+  using LayoutDout = LayoutRows<kTileM, kStagesDout>;
+  using LayoutDoutt = LayoutTransposed<kTileM, kStagesDout>;
+  using LayoutK = decltype(cute::take<0, 2>(LayoutRows<kTileN, 1, kSlabColumnsK>{}));
+  using LayoutKt = decltype(cute::take<0, 2>(LayoutTransposed<kTileN, 1, kSlabColumnsK>{}));
+  using LayoutV = decltype(cute::take<0, 2>(LayoutRows<kTileN, 1>{}));
   // (kTileM, kTileN, kStagesDs): dS with the queries contiguous, 128 bytes per key; and the same bytes by key.
   using LayoutDs = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                                 cute::Shape<TileM, TileN, cute::Int<kStagesDs>>{}));
@@ -101,6 +108,7 @@ struct BwdConfig {
     Pipeline<1> pipeline_v;
     Pipeline<kStagesQ> pipeline_q;
     Pipeline<kStagesDout> pipeline_dout;
+    Pipeline<kStagesDs> pipeline_ds;
     HandOver dq_staged[kConsumerWarpgroups];
   };
   // The dynamic shared memory of a CTA starts 1024-byte aligned when there is no static shared memory.

@@ -3,15 +3,24 @@
 //   S^T = K Q^T   P^T = exp2(S^T - lse)   dP^T = V dO^T   dS^T = P^T (dP^T - D)
 //   dV += P^T dO        dK += dS^T Q        dQ = dS K
 //
-// The transposed products have keys as rows: P^T and dS^T become A operands in registers, and dS goes to shared memory
-// for dQ alone, which sums over the keys of both warpgroups. The GEMMs are issued so that the tensor cores have work
-// queued whenever the warpgroup computes (-- is a wait for all but the last GEMM issued):
+// The transposed products have keys as rows: P^T and dS^T become A operands in registers. dQ sums over the keys of both
+// warpgroups, so dS goes to shared memory; and it is computed one step late, so that no warpgroup waits for the other's
+// dS: the two may drift apart by a step, and compute while the other has the tensor cores.
 //
-//   issue   dP_j              dV_j           S_j+1  |barrier|  dQ_j  dK_j
-//   compute       P_j  -- (dK_j-1)   -- (dP_j)   dS_j                       -- (dQ_j)  stage dQ_j
-//   under   dK_j-1, dP_j             dP_j    dV_j                                      dK_j
+// One turn of the loop goes from P_j to P_j+1. What is issued before a wait runs under what is computed after it:
 //
-// Q of a step is in use until its dK, when S of the next step has long been issued: three stages. dO needs two.
+//   compute dS_j
+//   issue   S_j+1, dQ_j-1, dK_j      wait for dV_j, S_j+1, dQ_j-1
+//   stage   dQ_j-1
+//   issue   dP_j+1
+//   compute P_j+1                    wait for dK_j
+//   issue   dV_j+1                   wait for dP_j+1
+//
+// pipeline       filled by            full arrivals            freed by        empty arrivals
+// ds             all consumers        one per consumer warp    all consumers   one per consumer warp
+// dq_staged[w]   this warpgroup       one per warp             dq_writer w     1
+//
+// Q of a step is in use until its dK, when S of the next has long been issued: three stages. dO needs two.
 #pragma once
 
 #include "bwd/dq.cuh"
@@ -23,35 +32,44 @@
 
 namespace fa3 {
 
-// P^T of a tile of S^T: scores become exp2(score * scale_log2 - lse_log2), with one lse per column.
-template <class Scores>
-CUTLASS_DEVICE void exponentials(Scores& scores, float const* lse_log2, float scale_log2) {
+// This thread's columns of a vector with one value per query: lse or D of a step.
+template <int kTileM>
+struct QueryVector {
+  float2 values[kTileM / 8];
+
+  CUTLASS_DEVICE explicit QueryVector(float const* smem) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kTileM / 8; ++j) {
+      values[j] = *reinterpret_cast<float2 const*>(smem + accumulator_first_column() + 8 * j);
+    }
+  }
+  CUTLASS_DEVICE float operator()(int column) const { return column % 2 ? values[column / 2].y : values[column / 2].x; }
+};
+
+// P^T of a tile of S^T: scores become exp2(score * scale_log2 - lse_log2).
+template <class Scores, int kTileM>
+CUTLASS_DEVICE void exponentials(Scores& scores, QueryVector<kTileM> const& lse_log2, float scale_log2) {
   auto s = rows_and_columns(scores);
-  lse_log2 += accumulator_first_column();
   CUTLASS_PRAGMA_UNROLL
-  for (int c = 0; c < decltype(cute::size<1>(s))::value; c += 2) {
-    float2 const lse = *reinterpret_cast<float2 const*>(lse_log2 + column_offset(c));
+  for (int c = 0; c < decltype(cute::size<1>(s))::value; ++c) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      s(i, c) = exp2_approx(fmaf(s(i, c), scale_log2, -lse.x));
-      s(i, c + 1) = exp2_approx(fmaf(s(i, c + 1), scale_log2, -lse.y));
+      s(i, c) = exp2_approx(fmaf(s(i, c), scale_log2, -lse_log2(c)));
     }
   }
 }
 
-// dS^T = P^T (dP^T - D), in place of P^T, with one D per column.
-template <class Scores>
-CUTLASS_DEVICE void score_gradients(Scores& probabilities, Scores const& dprobabilities, float const* dsum) {
+// dS^T = P^T (dP^T - D), in place of P^T.
+template <class Scores, int kTileM>
+CUTLASS_DEVICE void score_gradients(Scores& probabilities, Scores const& dprobabilities,
+                                    QueryVector<kTileM> const& dsum) {
   auto p = rows_and_columns(probabilities);
   auto dp = rows_and_columns(dprobabilities);
-  dsum += accumulator_first_column();
   CUTLASS_PRAGMA_UNROLL
-  for (int c = 0; c < decltype(cute::size<1>(p))::value; c += 2) {
-    float2 const d = *reinterpret_cast<float2 const*>(dsum + column_offset(c));
+  for (int c = 0; c < decltype(cute::size<1>(p))::value; ++c) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      p(i, c) *= dp(i, c) - d.x;
-      p(i, c + 1) *= dp(i, c + 1) - d.y;
+      p(i, c) *= dp(i, c) - dsum(c);
     }
   }
 }
@@ -62,28 +80,26 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   using Element = typename Config::Element;
   using HeadDim = typename Config::HeadDim;
   using TileM = typename Config::TileM;
+  using TileN = typename Config::TileN;
+  using DqColumns = typename Config::DqColumns;
 
   typename Config::MmaS mma_s;
   typename Config::MmaDv mma_dv;
   typename Config::MmaDk mma_dk;
   typename Config::MmaDq mma_dq;
   auto const smem_tensor = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
-  // This warpgroup's 64 keys; its columns of K as what dQ is multiplied with.
-  Tensor sK = local_tile(
-      smem_tensor(smem.k, typename Config::template LayoutRows<Config::kTileN, 1, Config::kSlabColumnsK>{})(_, _, 0),
-      Shape<_64, HeadDim>{}, make_coord(warpgroup_idx, _0{}));
-  Tensor sV = local_tile(smem_tensor(smem.v, typename Config::template LayoutRows<Config::kTileN, 1>{})(_, _, 0),
-                         Shape<_64, HeadDim>{}, make_coord(warpgroup_idx, _0{}));
-  Tensor sKt = local_tile(
-      smem_tensor(smem.k,
-                  typename Config::template LayoutTransposed<Config::kTileN, 1, Config::kSlabColumnsK>{})(_, _, 0),
-      Shape<typename Config::DqColumns, typename Config::TileN>{}, make_coord(warpgroup_idx, _0{}));
-  Tensor sQ = smem_tensor(smem.q[0], typename Config::template LayoutRows<Config::kTileM, Config::kStagesQ>{});
-  Tensor sQt = smem_tensor(smem.q[0], typename Config::template LayoutTransposed<Config::kTileM, Config::kStagesQ>{});
-  Tensor sdO = smem_tensor(smem.dout[0], typename Config::template LayoutRows<Config::kTileM, Config::kStagesDout>{});
-  Tensor sdOt =
-      smem_tensor(smem.dout[0], typename Config::template LayoutTransposed<Config::kTileM, Config::kStagesDout>{});
-  Tensor sdS = smem_tensor(smem.ds[0], typename Config::LayoutDs{});
+  // This warpgroup's 64 keys, and its columns of K as what dQ is multiplied with.
+  Tensor sK = local_tile(smem_tensor(smem.k, typename Config::LayoutK{}), Shape<_64, HeadDim>{},
+                         make_coord(warpgroup_idx, _0{}));
+  Tensor sV = local_tile(smem_tensor(smem.v, typename Config::LayoutV{}), Shape<_64, HeadDim>{},
+                         make_coord(warpgroup_idx, _0{}));
+  Tensor sKt = local_tile(smem_tensor(smem.k, typename Config::LayoutKt{}), Shape<DqColumns, TileN>{},
+                          make_coord(warpgroup_idx, _0{}));
+  Tensor sQ = smem_tensor(smem.q[0], typename Config::LayoutQ{});          // (kTileM, kHeadDim, stages)
+  Tensor sQt = smem_tensor(smem.q[0], typename Config::LayoutQt{});        // (kHeadDim, kTileM, stages)
+  Tensor sdO = smem_tensor(smem.dout[0], typename Config::LayoutDout{});   // (kTileM, kHeadDim, stages)
+  Tensor sdOt = smem_tensor(smem.dout[0], typename Config::LayoutDoutt{});  // (kHeadDim, kTileM, stages)
+  Tensor sdS = smem_tensor(smem.ds[0], typename Config::LayoutDs{});       // (kTileM, kTileN, stages)
   Tensor sdSt = local_tile(smem_tensor(smem.ds[0], typename Config::LayoutDst{}),
                            Shape<_64, TileM, Int<Config::kStagesDs>>{}, make_coord(warpgroup_idx, _0{}, _0{}));
 
@@ -92,8 +108,8 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   Tensor tdPrV = mma_s.get_slice(0).partition_fragment_A(sV);
   Tensor tdPrdO = mma_s.get_slice(0).partition_fragment_B(sdO);
   Tensor tdVrdO = mma_dv.get_slice(0).partition_fragment_B(sdOt);
-  Tensor tdKrQ = mma_dk.get_slice(0).partition_fragment_B(sQt);
   Tensor tdKsdS = typename Config::MmaDkShared{}.get_slice(0).partition_fragment_A(sdSt);
+  Tensor tdKrQ = mma_dk.get_slice(0).partition_fragment_B(sQt);
   Tensor tdQrdS = mma_dq.get_slice(0).partition_fragment_A(sdS);
   Tensor tdQrK = mma_dq.get_slice(0).partition_fragment_B(sKt);
 
@@ -101,37 +117,55 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   Tensor tdPrdP = partition_fragment_C(mma_s, Shape<_64, TileM>{});
   Tensor tdVrdV = partition_fragment_C(mma_dv, Shape<_64, HeadDim>{});
   Tensor tdKrdK = partition_fragment_C(mma_dk, Shape<_64, HeadDim>{});
-  Tensor tdQrdQ = partition_fragment_C(mma_dq, Shape<TileM, typename Config::DqColumns>{});
+  Tensor tdQrdQ = partition_fragment_C(mma_dq, Shape<TileM, DqColumns>{});
   Tensor tdVrP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
   Tensor rdS = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
-  auto const tdKrdS = [&](int stage) CUTLASS_LAMBDA_FUNC_INLINE {
-    if constexpr (Config::kDsFromRegisters) {
-      return rdS;
-    } else {
-      return tdKsdS(_, _, _, stage);
-    }
-  };
 
   PipelineState<1> kv_state;
-  PipelineState<Config::kStagesQ> q_state;       // of the next S
-  PipelineState<Config::kStagesQ> used_q_state;  // of the next dK
+  PipelineState<Config::kStagesQ> q_state;  // of the step whose S is issued next; dS follows it, with as many stages
   PipelineState<Config::kStagesDout> dout_state;
   uint32_t dq_phase = 1;  // the buffer is empty at first
   auto& dq_staged = smem.dq_staged[warpgroup_idx];
-  int const warp_row =
-      warpgroup_idx * kRowsPerWarpgroup +
-      cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup * kRowsPerWarp;  // of the CTA's keys
+  int const warp_key = warpgroup_idx * kRowsPerWarpgroup + cutlass::canonical_warp_idx_sync() %
+                                                               cutlass::NumWarpsPerWarpGroup * kRowsPerWarp;
 
-  auto const consumers_sync = []() CUTLASS_LAMBDA_FUNC_INLINE {
-    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);
-  };
+  // Registers allow for one query block's S and dP only, hence the two places where dP and dQ take turns.
   auto const issue_s = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     smem.pipeline_q.wait(q_state);
-    gemm(mma_s, tSrK, tSrQ(_, _, _, q_state.stage), tSrS, /*accumulate=*/false);
+    gemm(mma_s, not_hoisted(tSrK), tSrQ(_, _, _, q_state.stage), tSrS, /*accumulate=*/false);
   };
-  auto const release_q = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-    smem.pipeline_q.release(used_q_state);
-    used_q_state.advance();
+  auto const issue_dp = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_dout.wait(dout_state);
+    gemm(mma_s, not_hoisted(tdPrV), tdPrdO(_, _, _, dout_state.stage), tdPrdP, /*accumulate=*/false);
+  };
+  auto const issue_dk = [&](int stage, bool accumulate) CUTLASS_LAMBDA_FUNC_INLINE {
+    if constexpr (Config::kDsFromRegisters) {
+      gemm(mma_dk, rdS, tdKrQ(_, _, _, stage), tdKrdK, accumulate);
+    } else {
+      cutlass::arch::NamedBarrier::sync(cutlass::NumThreadsPerWarpGroup, kWarpgroup + warpgroup_idx);
+      gemm(mma_dk, tdKsdS(_, _, _, stage), tdKrQ(_, _, _, stage), tdKrdK, accumulate);
+    }
+  };
+  auto const issue_dq = [&](PipelineState<Config::kStagesDs> const& state) CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_ds.wait(state);
+    gemm(mma_dq, tdQrdS(_, _, _, state.stage), not_hoisted(tdQrK), tdQrdQ, /*accumulate=*/false);
+  };
+  auto const stage_dq = [&](PipelineState<Config::kStagesDs> const& state) CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_ds.release(state);
+    dq_staged.empty.wait(dq_phase);
+    dq_phase ^= 1;
+    stage_accumulator(tdQrdQ, smem.dq[warpgroup_idx]);
+  };
+  auto const hand_over_dq = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
+    __syncwarp();
+    if (cutlass::canonical_lane_idx() == 0) {
+      dq_staged.full.arrive();
+    }
+  };
+  auto const release_dout = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_dout.release(dout_state);
+    dout_state.advance();
   };
 
   TileScheduler scheduler(params.scheduler, blockIdx.x);
@@ -145,66 +179,98 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     };
     int const unmasked_from = first_query_of(first_key + kRowsPerWarpgroup - 1);
 
-    // One step; S of it is there, and S of the next is issued in it.
-    auto const do_step = [&](bool first, auto is_last) CUTLASS_LAMBDA_FUNC_INLINE {
-      smem.pipeline_dout.wait(dout_state);
-      gemm(mma_s, tdPrV, tdPrdO(_, _, _, dout_state.stage), tdPrdP, /*accumulate=*/false);
-
+    // P of the step that q_state and dout_state are at, and its dV. Its S is there, its dP under way.
+    auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
       int const first_row = steps.m_block * Config::kTileM;
       if (first_row < unmasked_from) {
         int const from[kRowsPerThread] = {first_query_of(first_key + accumulator_row(0)) - first_row,
                                           first_query_of(first_key + accumulator_row(1)) - first_row};
         mask_columns_before(tSrS, from);
       }
-      exponentials(tSrS, smem.lse_log2[q_state.stage], params.softmax_scale_log2);
+      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.softmax_scale_log2);
+      if constexpr (!is_first) {
+        warpgroup_wait<1>();  // dK of the step before
+        smem.pipeline_q.release(q_state.previous());
+      }
       q_state.advance();
-      warpgroup_wait<1>();  // dK of the step before
-      if (!first) {
-        release_q();
-      }
+      steps.advance();
       convert(tSrS, tdVrP);
-      gemm(mma_dv, tdVrP, tdVrdO(_, _, _, dout_state.stage), tdVrdV, /*accumulate=*/!first);
-      warpgroup_wait<1>();  // dP
-      score_gradients(tSrS, tdPrdP, smem.dsum[dout_state.stage]);
+      gemm(mma_dv, tdVrP, tdVrdO(_, _, _, dout_state.stage), tdVrdV, /*accumulate=*/!is_first);
+    };
+    // dS of the step before q_state, to shared memory. Its dP is there, its dV under way.
+    auto const compute_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+      score_gradients(tSrS, tdPrdP, QueryVector<Config::kTileM>(smem.dsum[dout_state.stage]));
       convert(tSrS, rdS);
+      auto const state = q_state.previous();
+      smem.pipeline_ds.empty[state.stage].wait(state.phase ^ 1);
       stage_rows<Config::kTileM>(reinterpret_cast<uint32_t const*>(rdS.data()),
-                                 smem.ds[dout_state.stage] + warp_row * Config::kTileM);
-      if constexpr (!is_last) {
-        issue_s();
-      }
+                                 smem.ds[state.stage] + warp_key * Config::kTileM);
+    };
+    auto const share_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
       cutlass::arch::fence_view_async_shared();  // dS is written, then read by WGMMA
-      consumers_sync();
-      warpgroup_wait<is_last ? 0 : 1>();  // dV: the registers of P are needed
-      gemm(mma_dq, tdQrdS(_, _, _, dout_state.stage), tdQrK, tdQrdQ, /*accumulate=*/false);
-      gemm(mma_dk, tdKrdS(dout_state.stage), tdKrQ(_, _, _, used_q_state.stage), tdKrdK, /*accumulate=*/!first);
-      warpgroup_wait<1>();  // dV, S of the next step, dQ
-      smem.pipeline_dout.release(dout_state);
-      dout_state.advance();
-      dq_staged.empty.wait(dq_phase);
-      dq_phase ^= 1;
-      stage_dq(tdQrdQ, smem.dq[warpgroup_idx]);
-      cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
-        dq_staged.full.arrive();
+        smem.pipeline_ds.full[q_state.previous().stage].arrive();
       }
-      steps.advance();
+    };
+    // From P of one step to P of the next, with dQ of the step before both.
+    auto const do_step = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
+      compute_ds();
+      issue_s();
+      share_ds();
+      auto const ds_state = q_state.previous();
+      if constexpr (!is_first) {
+        issue_dq(ds_state.previous());
+      }
+      issue_dk(ds_state.stage, /*accumulate=*/!is_first);
+      warpgroup_wait<1>();  // dV, S of the next step, dQ
+      release_dout();
+      if constexpr (!is_first) {
+        stage_dq(ds_state.previous());
+      }
+      issue_dp();
+      compute_p(cute::false_type{});
+      if constexpr (!is_first) {
+        hand_over_dq();  // its fence waits for what was written long ago
+      }
+      warpgroup_wait<1>();  // dP
     };
 
     smem.pipeline_k.wait(kv_state);
     issue_s();
     smem.pipeline_v.wait(kv_state);
-    warpgroup_wait<0>();
-    for (int step = 0; step < steps.num_steps - 1; ++step) {
-      do_step(step == 0, cute::false_type{});
+    issue_dp();
+    warpgroup_wait<1>();  // S
+    compute_p(cute::true_type{});
+    warpgroup_wait<1>();  // dP
+    bool const several_steps = !steps.done();
+    if (several_steps) {
+      do_step(cute::true_type{});
+      while (!steps.done()) {
+        do_step(cute::false_type{});
+      }
     }
-    do_step(steps.num_steps == 1, cute::true_type{});
-
+    compute_ds();
+    share_ds();
+    warpgroup_wait<0>();  // dV
+    release_dout();
+    auto const ds_state = q_state.previous();
+    if (several_steps) {
+      issue_dq(ds_state.previous());
+      warpgroup_wait<0>();
+      stage_dq(ds_state.previous());
+      hand_over_dq();
+    }
+    issue_dq(ds_state);
+    issue_dk(ds_state.stage, several_steps);
     store_gradient<Config, Config::kSlabColumns>(params.dv, smem.v, tdVrdV, 1.f, warpgroup_idx, n_block, tile.head_idx,
                                                  tile.batch_idx);
-    warpgroup_wait<0>();  // the last dK
-    release_q();
-    consumers_sync();  // both warpgroups have read K for dQ
+    warpgroup_wait<1>();  // dQ
+    stage_dq(ds_state);
+    hand_over_dq();
+    warpgroup_wait<0>();  // dK
+    smem.pipeline_q.release(ds_state);
+    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K for dQ
     store_gradient<Config, Config::kSlabColumnsK>(params.dk, smem.k, tdKrdK, params.softmax_scale, warpgroup_idx,
                                                   n_block, tile.head_idx, tile.batch_idx);
     cute::tma_store_wait<0>();  // dK and dV have left the places of K and V

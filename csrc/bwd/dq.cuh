@@ -17,7 +17,7 @@ namespace fa3 {
 
 // Copies a warpgroup's accumulator to its part of the tile in shared memory.
 template <class Accumulator>
-CUTLASS_DEVICE void stage_dq(Accumulator const& tdQrdQ, float* part) {
+CUTLASS_DEVICE void stage_accumulator(Accumulator const& tdQrdQ, float* part) {
   constexpr int kNumRegisters = decltype(cute::size(tdQrdQ))::value;
   auto* destination = reinterpret_cast<float4*>(part) + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
   CUTLASS_PRAGMA_UNROLL

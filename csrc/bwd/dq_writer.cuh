@@ -23,8 +23,8 @@ CUTLASS_DEVICE void write_dq(BwdKernelParams const& params, typename Config::Sha
     int const n_block = tile_n_block(params, tile);
     Steps steps(params, n_block, tile.head_idx, Config::kTileM, Config::kTileN);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = 0; step < steps.num_steps; ++step) {
-      int64_t const part = int64_t(steps.q_tile(params, tile)) * Config::kConsumerWarpgroups + warpgroup_idx;
+    while (!steps.done()) {
+      int64_t const part = int64_t(steps.q_tile(tile.batch_idx)) * Config::kConsumerWarpgroups + warpgroup_idx;
       staged.full.wait(phase);
       if (params.dq_turn == nullptr) {
         reduce_add(params.dq_accum + part * Config::kDqPart, smem.dq[warpgroup_idx], Config::kDqPart * sizeof(float));

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_kernel(__grid_cons
     smem.pipeline_v.init(Config::kConsumerWarps);
     smem.pipeline_q.init(Config::kConsumerWarps);
     smem.pipeline_dout.init(Config::kConsumerWarps);
+    smem.pipeline_ds.init(Config::kConsumerWarps, Config::kConsumerWarps);
     for (auto& staged : smem.dq_staged) {
       staged.init(cutlass::NumWarpsPerWarpGroup);
     }

@@ -31,7 +31,7 @@ CUTLASS_DEVICE void produce(BwdKernelParams const& params, typename Config::Shar
     Steps steps(params, n_block, tile.head_idx, Config::kTileM, Config::kTileN);
     auto const load_step = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
       int const row = steps.m_block * Config::kTileM;
-      int64_t const vector = int64_t(steps.q_tile(params, tile)) * Config::kTileM;
+      int64_t const vector = int64_t(steps.q_tile(tile.batch_idx)) * Config::kTileM;
 
       uint64_t* barrier = smem.pipeline_q.acquire(q_state, Config::kBytesQ + Config::kBytesVector);
       load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(
@@ -58,7 +58,7 @@ CUTLASS_DEVICE void produce(BwdKernelParams const& params, typename Config::Shar
         params.v, barrier, CacheHint::EVICT_FIRST, smem.v, n_block * Config::kTileN, tile.head_idx, tile.batch_idx);
     kv_state.advance();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = 1; step < steps.num_steps; ++step) {  // unrolled, it would not fit the producer's registers
+    while (!steps.done()) {  // unrolled, it would not fit the producer's registers
       load_step();
     }
   }

@@ -16,33 +16,36 @@ CUTLASS_DEVICE int tile_n_block(BwdKernelParams const& params, Tile const& tile)
 // the same steps.
 class Steps {
  public:
+  int m_block;
+  int head_idx;
+
   CUTLASS_DEVICE Steps(BwdKernelParams const& params, int n_block, int kv_head_idx, int tile_m, int tile_n)
-      : first_m_block_(first_query(n_block * tile_n, params.seqlen_q, params.seqlen_k, params.causal) / tile_m),
-        end_m_block_(params.num_m_blocks),
-        m_block(first_m_block_),
+      : m_block(first_query(n_block * tile_n, params.seqlen_q, params.seqlen_k, params.causal) / tile_m),
         head_idx(kv_head_idx * params.group_size),
-        num_steps((end_m_block_ - first_m_block_) * params.group_size) {}
+        params_(params),
+        first_m_block_(m_block),
+        heads_left_(params.group_size) {}
+
+  // Whether all steps have been walked. There is at least one: the last query sees every key.
+  CUTLASS_DEVICE bool done() const { return heads_left_ == 0; }
 
   // Number of the step's tile of queries among all: below 2^30 (bwd/launch.cuh).
-  CUTLASS_DEVICE int q_tile(BwdKernelParams const& params, Tile const& tile) const {
-    return (tile.batch_idx * params.num_heads_q + head_idx) * params.num_m_blocks + m_block;
+  CUTLASS_DEVICE int q_tile(int batch_idx) const {
+    return (batch_idx * params_.num_heads_q + head_idx) * params_.num_m_blocks + m_block;
   }
 
   CUTLASS_DEVICE void advance() {
-    if (++m_block == end_m_block_) {
+    if (++m_block == params_.num_m_blocks) {
       m_block = first_m_block_;
       ++head_idx;
+      --heads_left_;
     }
   }
 
  private:
+  BwdKernelParams const& params_;
   int first_m_block_;
-  int end_m_block_;
-
- public:
-  int m_block;
-  int head_idx;
-  int num_steps;
+  int heads_left_;
 };
 
 }  // namespace fa3

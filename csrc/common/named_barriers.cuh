@@ -10,9 +10,10 @@ namespace fa3 {
 // kTurn + w    consumer warpgroup w     the warpgroup whose turn ended   256
 enum FwdNamedBarrier : uint32_t { kTurn = 0 };
 
-// backward     waits                    arrives                          threads
-// kConsumers   all consumers            all consumers                    all consumers
-enum BwdNamedBarrier : uint32_t { kConsumers = 0 };
+// backward         waits and arrives        threads
+// kConsumers       all consumers            all consumers
+// kWarpgroup + w   consumer warpgroup w     128
+enum BwdNamedBarrier : uint32_t { kConsumers = 0, kWarpgroup = 1 };
 
 // Ping-pong: the consumer warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of the
 // others. Every warpgroup takes one turn per key block of the CTA's tile, also for a block that it skips.

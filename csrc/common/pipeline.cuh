@@ -16,6 +16,10 @@ struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
 
+  CUTLASS_DEVICE PipelineState previous() const {
+    return stage == 0 ? PipelineState{kNumStages - 1, phase ^ 1} : PipelineState{stage - 1, phase};
+  }
+
   CUTLASS_DEVICE void advance() {
     if (++stage == kNumStages) {
       stage = 0;
@@ -32,9 +36,9 @@ struct Pipeline {
   cutlass::arch::ClusterBarrier empty[kNumStages];
 
   // One thread, before any use; the caller fences and synchronises the CTA afterwards.
-  CUTLASS_DEVICE void init(int num_consumer_warps) {
+  CUTLASS_DEVICE void init(int num_consumer_warps, int full_arrivals = 1) {
     for (int stage = 0; stage < kNumStages; ++stage) {
-      full[stage].init(1);
+      full[stage].init(full_arrivals);
       empty[stage].init(num_consumer_warps);
     }
   }

@@ -28,4 +28,13 @@ CUTLASS_DEVICE void gemm(TiledMma& mma, TensorA&& tA, TensorB const& tB, TensorC
   }
 }
 
+// The same descriptors, made anew where they are used. Those of an operand that stays where it is (K in the backward)
+// would be computed once, before the loop, and held in two registers per 16 columns; made anew they cost an addition.
+template <class Descriptors>
+CUTLASS_DEVICE auto not_hoisted(Descriptors const& descriptors) {
+  auto iterator = descriptors.data();
+  asm volatile("" : "+r"(iterator.desc_.reg32_[0]));
+  return cute::make_tensor(iterator, descriptors.layout());
+}
+
 }  // namespace fa3
