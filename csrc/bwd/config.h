@@ -14,22 +14,28 @@
 
 namespace fa3 {
 
-// Keys are split: each consumer warpgroup has 64 keys of the CTA's tile, whose dK and dV it keeps in registers.
+// Two consumer warpgroups. With head_dim up to 128 each has 64 keys of the CTA's tile, whose dK and dV it keeps in
+// registers (bwd/consumer.cuh). With wider heads those do not fit: one warpgroup has dV, the other dK, of the same 64
+// keys (bwd/consumer_wide.cuh).
 template <class Element_, int kHeadDim_, BwdTile kTile>
 struct BwdConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kTileM = kTile.tile_m;
   static constexpr int kTileN = kTile.tile_n;
-  static constexpr int kConsumerWarpgroups = kTileN / kRowsPerWarpgroup;
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr bool kWide = kHeadDim > 128;
   static constexpr int kStagesQ = kTile.stages_q;
   static constexpr int kStagesDout = kTile.stages_dout;
-  static constexpr int kStagesDs = kStagesQ;  // dS of a step lives as long as its Q, and some more
+  static constexpr int kStagesDs = kTile.stages_ds;
+  static constexpr bool kVFromRegisters = kTile.v_from_registers;
   static constexpr bool kDsFromRegisters = kTile.ds_from_registers;
-  static constexpr int kDqColumns = kHeadDim / kConsumerWarpgroups;  // of the dQ tile, computed by one warpgroup
-  static_assert(kConsumerWarpgroups == 2);
-  static_assert(kTileM == 64, "dQ's tile is one m64 of WGMMA");
-  static_assert(kStagesQ >= 3, "Q of a step is released when the S after the next is due");
+  static constexpr int kDqColumns = kTile.dq_columns;
+  static constexpr int kDqSlices = kHeadDim / kConsumerWarpgroups / kDqColumns;  // per warpgroup and step
+  static_assert(kDqSlices * kDqColumns * kConsumerWarpgroups == kHeadDim);
+  static_assert(kTileM == kRowsPerWarpgroup, "dQ's tile is one m64 of WGMMA");
+  static_assert(kTileN == (kWide ? 1 : kConsumerWarpgroups) * kRowsPerWarpgroup);
+  static_assert(kWide ? kStagesQ >= 2 && kDqSlices > 1 : kStagesQ >= 3 && kStagesDs == kStagesQ && kDqSlices == 1);
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
@@ -77,6 +83,9 @@ struct BwdConfig {
   // S^T = K Q^T and dP^T = V dO^T, (64 keys, kTileM queries): transposed, so that they become A operands in registers.
   using MmaS = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, TileM, HeadDim>>()));
+  using MmaDpRegisters = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, TileM, HeadDim>>()));
+  using MmaDp = std::conditional_t<kVFromRegisters, MmaDpRegisters, MmaS>;
   // dV += P^T dO, P from registers, and dK += dS^T Q, (64 keys, kHeadDim).
   using MmaDv = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, HeadDim, TileM>, cute::GMMA::Major::K,
@@ -92,8 +101,10 @@ struct BwdConfig {
 
   static constexpr int kBytesQ = kTileM * kHeadDim * sizeof(Element);
   static constexpr int kBytesK = kTileN * kHeadDim * sizeof(Element);
-  static constexpr int kBytesVector = kTileM * sizeof(float);  // lse or D of a step
-  static constexpr int kDqPart = kTileM * kDqColumns;             // floats of a dQ tile from one warpgroup
+  static constexpr int kLseFloats = kTileM + kLseFlagFloats;  // lse of a step, and whether it has large values
+  static constexpr int kBytesLse = kLseFloats * sizeof(float);
+  static constexpr int kBytesDsum = kTileM * sizeof(float);
+  static constexpr int kDqPart = kTileM * kDqColumns;  // floats of dQ that are handed over at a time
 
   struct SharedStorage {
     alignas(1024) Element k[kTileN * kHeadDim];
@@ -102,13 +113,14 @@ struct BwdConfig {
     alignas(1024) Element dout[kStagesDout][kTileM * kHeadDim];
     alignas(1024) Element ds[kStagesDs][kTileN * kTileM];
     alignas(128) float dq[kConsumerWarpgroups][kDqPart];
-    alignas(128) float lse_log2[kStagesQ][kTileM];
+    alignas(128) float lse_log2[kStagesQ][kLseFloats];
     alignas(128) float dsum[kStagesDout][kTileM];
     Pipeline<1> pipeline_k;
     Pipeline<1> pipeline_v;
     Pipeline<kStagesQ> pipeline_q;
     Pipeline<kStagesDout> pipeline_dout;
     Pipeline<kStagesDs> pipeline_ds;
+    cutlass::arch::ClusterBarrier p_full[kStagesDs];  // wide heads: P is there, for dS to take its place
     HandOver dq_staged[kConsumerWarpgroups];
   };
   // The dynamic shared memory of a CTA starts 1024-byte aligned when there is no static shared memory.
@@ -123,14 +135,13 @@ struct BwdKernelParams {
   CUtensorMap dout;
   CUtensorMap dk;
   CUtensorMap dv;
-  float const* lse_log2;  // (batch, num_heads_q, num_m_blocks * tile_m)
-  float const* dsum;
-  float* dq_accum;  // (batch, num_heads_q, num_m_blocks, tile): bwd/dq.cuh
-  int* dq_turn;     // (batch, num_heads_q, num_m_blocks, warpgroup), or nullptr: the n_block whose turn it is
+  float const* lse_log2;  // (batch, num_heads_q, num_m_blocks, tile_m + 4): bwd/preprocess.cuh
+  float const* dsum;      // (batch, num_heads_q, num_m_blocks, tile_m)
+  float* dq_accum;        // (batch, num_heads_q, num_m_blocks, tile): bwd/dq.cuh
+  int* dq_turn;  // (batch, num_heads_q, num_m_blocks, warpgroup), or nullptr: how many n_blocks have been added
   int seqlen_q;
   int seqlen_k;
   int num_m_blocks;
-  int num_n_blocks;
   int num_heads_q;
   int group_size;  // num_heads_q / num_heads_kv
   float softmax_scale;

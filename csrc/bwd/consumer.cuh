@@ -25,54 +25,11 @@
 
 #include "bwd/dq.cuh"
 #include "bwd/epilogue.cuh"
+#include "bwd/pointwise.cuh"
 #include "bwd/steps.cuh"
-#include "common/mask.cuh"
-#include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 
 namespace fa3 {
-
-// This thread's columns of a vector with one value per query: lse or D of a step.
-template <int kTileM>
-struct QueryVector {
-  float2 values[kTileM / 8];
-
-  CUTLASS_DEVICE explicit QueryVector(float const* smem) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < kTileM / 8; ++j) {
-      values[j] = *reinterpret_cast<float2 const*>(smem + accumulator_first_column() + 8 * j);
-    }
-  }
-  CUTLASS_DEVICE float operator()(int column) const { return column % 2 ? values[column / 2].y : values[column / 2].x; }
-};
-
-// P^T of a tile of S^T: scores become exp2(score * scale_log2 - lse_log2).
-template <class Scores, int kTileM>
-CUTLASS_DEVICE void exponentials(Scores& scores, QueryVector<kTileM> const& lse_log2, float scale_log2) {
-  auto s = rows_and_columns(scores);
-  CUTLASS_PRAGMA_UNROLL
-  for (int c = 0; c < decltype(cute::size<1>(s))::value; ++c) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      s(i, c) = exp2_approx(fmaf(s(i, c), scale_log2, -lse_log2(c)));
-    }
-  }
-}
-
-// dS^T = P^T (dP^T - D), in place of P^T.
-template <class Scores, int kTileM>
-CUTLASS_DEVICE void score_gradients(Scores& probabilities, Scores const& dprobabilities,
-                                    QueryVector<kTileM> const& dsum) {
-  auto p = rows_and_columns(probabilities);
-  auto dp = rows_and_columns(dprobabilities);
-  CUTLASS_PRAGMA_UNROLL
-  for (int c = 0; c < decltype(cute::size<1>(p))::value; ++c) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      p(i, c) *= dp(i, c) - dsum(c);
-    }
-  }
-}
 
 template <class Config>
 CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx) {
@@ -84,6 +41,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   using DqColumns = typename Config::DqColumns;
 
   typename Config::MmaS mma_s;
+  typename Config::MmaDp mma_dp;
   typename Config::MmaDv mma_dv;
   typename Config::MmaDk mma_dk;
   typename Config::MmaDq mma_dq;
@@ -95,18 +53,18 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
                          make_coord(warpgroup_idx, _0{}));
   Tensor sKt = local_tile(smem_tensor(smem.k, typename Config::LayoutKt{}), Shape<DqColumns, TileN>{},
                           make_coord(warpgroup_idx, _0{}));
-  Tensor sQ = smem_tensor(smem.q[0], typename Config::LayoutQ{});          // (kTileM, kHeadDim, stages)
-  Tensor sQt = smem_tensor(smem.q[0], typename Config::LayoutQt{});        // (kHeadDim, kTileM, stages)
-  Tensor sdO = smem_tensor(smem.dout[0], typename Config::LayoutDout{});   // (kTileM, kHeadDim, stages)
+  Tensor sQ = smem_tensor(smem.q[0], typename Config::LayoutQ{});           // (kTileM, kHeadDim, stages)
+  Tensor sQt = smem_tensor(smem.q[0], typename Config::LayoutQt{});         // (kHeadDim, kTileM, stages)
+  Tensor sdO = smem_tensor(smem.dout[0], typename Config::LayoutDout{});    // (kTileM, kHeadDim, stages)
   Tensor sdOt = smem_tensor(smem.dout[0], typename Config::LayoutDoutt{});  // (kHeadDim, kTileM, stages)
-  Tensor sdS = smem_tensor(smem.ds[0], typename Config::LayoutDs{});       // (kTileM, kTileN, stages)
+  Tensor sdS = smem_tensor(smem.ds[0], typename Config::LayoutDs{});        // (kTileM, kTileN, stages)
   Tensor sdSt = local_tile(smem_tensor(smem.ds[0], typename Config::LayoutDst{}),
                            Shape<_64, TileM, Int<Config::kStagesDs>>{}, make_coord(warpgroup_idx, _0{}, _0{}));
 
   Tensor tSrK = mma_s.get_slice(0).partition_fragment_A(sK);
   Tensor tSrQ = mma_s.get_slice(0).partition_fragment_B(sQ);
-  Tensor tdPrV = mma_s.get_slice(0).partition_fragment_A(sV);
-  Tensor tdPrdO = mma_s.get_slice(0).partition_fragment_B(sdO);
+  Tensor tdPrV = mma_dp.get_slice(0).partition_fragment_A(sV);
+  Tensor tdPrdO = mma_dp.get_slice(0).partition_fragment_B(sdO);
   Tensor tdVrdO = mma_dv.get_slice(0).partition_fragment_B(sdOt);
   Tensor tdKsdS = typename Config::MmaDkShared{}.get_slice(0).partition_fragment_A(sdSt);
   Tensor tdKrQ = mma_dk.get_slice(0).partition_fragment_B(sQt);
@@ -126,8 +84,8 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   PipelineState<Config::kStagesDout> dout_state;
   uint32_t dq_phase = 1;  // the buffer is empty at first
   auto& dq_staged = smem.dq_staged[warpgroup_idx];
-  int const warp_key = warpgroup_idx * kRowsPerWarpgroup + cutlass::canonical_warp_idx_sync() %
-                                                               cutlass::NumWarpsPerWarpGroup * kRowsPerWarp;
+  int const warp_key = warpgroup_idx * kRowsPerWarpgroup +
+                       cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup * kRowsPerWarp;
 
   // Registers allow for one query block's S and dP only, hence the two places where dP and dQ take turns.
   auto const issue_s = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -136,13 +94,16 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   };
   auto const issue_dp = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     smem.pipeline_dout.wait(dout_state);
-    gemm(mma_s, not_hoisted(tdPrV), tdPrdO(_, _, _, dout_state.stage), tdPrdP, /*accumulate=*/false);
+    if constexpr (Config::kVFromRegisters) {
+      gemm(mma_dp, tdPrV, tdPrdO(_, _, _, dout_state.stage), tdPrdP, /*accumulate=*/false);
+    } else {
+      gemm(mma_dp, not_hoisted(tdPrV), tdPrdO(_, _, _, dout_state.stage), tdPrdP, /*accumulate=*/false);
+    }
   };
   auto const issue_dk = [&](int stage, bool accumulate) CUTLASS_LAMBDA_FUNC_INLINE {
     if constexpr (Config::kDsFromRegisters) {
       gemm(mma_dk, rdS, tdKrQ(_, _, _, stage), tdKrdK, accumulate);
     } else {
-      cutlass::arch::NamedBarrier::sync(cutlass::NumThreadsPerWarpGroup, kWarpgroup + warpgroup_idx);
       gemm(mma_dk, tdKsdS(_, _, _, stage), tdKrQ(_, _, _, stage), tdKrdK, accumulate);
     }
   };
@@ -171,23 +132,13 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   TileScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
-    int const n_block = tile_n_block(params, tile);
-    Steps steps(params, n_block, tile.head_idx, Config::kTileM, Config::kTileN);
-    int const first_key = n_block * Config::kTileN + warpgroup_idx * kRowsPerWarpgroup;
-    auto const first_query_of = [&](int key) CUTLASS_LAMBDA_FUNC_INLINE {
-      return first_query(key, params.seqlen_q, params.seqlen_k, params.causal);
-    };
-    int const unmasked_from = first_query_of(first_key + kRowsPerWarpgroup - 1);
+    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
+    KeyMask const mask(params, tile.block * Config::kTileN + warpgroup_idx * kRowsPerWarpgroup);
 
     // P of the step that q_state and dout_state are at, and its dV. Its S is there, its dP under way.
     auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
-      int const first_row = steps.m_block * Config::kTileM;
-      if (first_row < unmasked_from) {
-        int const from[kRowsPerThread] = {first_query_of(first_key + accumulator_row(0)) - first_row,
-                                          first_query_of(first_key + accumulator_row(1)) - first_row};
-        mask_columns_before(tSrS, from);
-      }
-      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.softmax_scale_log2);
+      mask.apply(tSrS, steps.m_block * Config::kTileM);
+      exponentials<Config::kTileM>(tSrS, smem.lse_log2[q_state.stage], params.softmax_scale_log2);
       if constexpr (!is_first) {
         warpgroup_wait<1>();  // dK of the step before
         smem.pipeline_q.release(q_state.previous());
@@ -211,6 +162,9 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
         smem.pipeline_ds.full[q_state.previous().stage].arrive();
+      }
+      if constexpr (!Config::kDsFromRegisters) {  // dK reads what the warps of this warpgroup wrote
+        cutlass::arch::NamedBarrier::sync(cutlass::NumThreadsPerWarpGroup, kWarpgroup + warpgroup_idx);
       }
     };
     // From P of one step to P of the next, with dQ of the step before both.
@@ -239,6 +193,9 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     smem.pipeline_k.wait(kv_state);
     issue_s();
     smem.pipeline_v.wait(kv_state);
+    if constexpr (Config::kVFromRegisters) {
+      load_a_operand(mma_dp, sV, tdPrV);
+    }
     issue_dp();
     warpgroup_wait<1>();  // S
     compute_p(cute::true_type{});
@@ -263,8 +220,8 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     }
     issue_dq(ds_state);
     issue_dk(ds_state.stage, several_steps);
-    store_gradient<Config, Config::kSlabColumns>(params.dv, smem.v, tdVrdV, 1.f, warpgroup_idx, n_block, tile.head_idx,
-                                                 tile.batch_idx);
+    store_gradient<Config, Config::kSlabColumns>(params.dv, smem.v, tdVrdV, 1.f, warpgroup_idx, tile.block,
+                                                 tile.head_idx, tile.batch_idx);
     warpgroup_wait<1>();  // dQ
     stage_dq(ds_state);
     hand_over_dq();
@@ -272,7 +229,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     smem.pipeline_q.release(ds_state);
     cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K for dQ
     store_gradient<Config, Config::kSlabColumnsK>(params.dk, smem.k, tdKrdK, params.softmax_scale, warpgroup_idx,
-                                                  n_block, tile.head_idx, tile.batch_idx);
+                                                  tile.block, tile.head_idx, tile.batch_idx);
     cute::tma_store_wait<0>();  // dK and dV have left the places of K and V
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);

@@ -1,8 +1,10 @@
 // Backward: dQ, dK and dV of attention (FlashAttention-3, arXiv 2407.08608, algorithm 3). Read this file first.
 //
 //   warpgroup 0, warp 0        producer: issues all TMA loads (bwd/producer.cuh)
-//   warpgroup 0, warps 1..     dq_writer: one per consumer warpgroup (bwd/dq_writer.cuh)
-//   warpgroups 1..             consumers: all GEMMs and what lies between them (bwd/consumer.cuh, bwd/epilogue.cuh)
+//   warpgroup 0, warps 1, 2     dq_writer: one per consumer warpgroup (bwd/dq_writer.cuh)
+//   warpgroups 1, 2            consumers: all GEMMs and what lies between them (bwd/consumer.cuh, for head_dim above
+//   128
+//                              bwd/consumer_wide.cuh; bwd/pointwise.cuh, bwd/epilogue.cuh)
 //
 // before it, bwd/preprocess.cuh: D, lse in base 2, dQ accumulator cleared; after it, bwd/postprocess.cuh: dQ.
 #pragma once
@@ -11,6 +13,7 @@
 
 #include "bwd/config.h"
 #include "bwd/consumer.cuh"
+#include "bwd/consumer_wide.cuh"
 #include "bwd/dq_writer.cuh"
 #include "bwd/producer.cuh"
 
@@ -26,7 +29,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_kernel(__grid_cons
     smem.pipeline_v.init(Config::kConsumerWarps);
     smem.pipeline_q.init(Config::kConsumerWarps);
     smem.pipeline_dout.init(Config::kConsumerWarps);
-    smem.pipeline_ds.init(Config::kConsumerWarps, Config::kConsumerWarps);
+    // With wide heads one of the two warpgroups writes dS.
+    smem.pipeline_ds.init(Config::kConsumerWarps, Config::kConsumerWarps / (Config::kWide ? 2 : 1));
+    for (auto& p_full : smem.p_full) {
+      p_full.init(cutlass::NumWarpsPerWarpGroup);
+    }
     for (auto& staged : smem.dq_staged) {
       staged.init(cutlass::NumWarpsPerWarpGroup);
     }
@@ -45,7 +52,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_kernel(__grid_cons
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    consume<Config>(params, smem, warpgroup_idx - 1);
+    if constexpr (!Config::kWide) {
+      consume<Config>(params, smem, warpgroup_idx - 1);
+    } else if (warpgroup_idx == 1) {
+      consume_dv<Config>(params, smem);
+    } else {
+      consume_dk<Config>(params, smem);
+    }
   }
 }
 

@@ -27,7 +27,15 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
                 " of " + std::to_string(Config::kTileN) + " keys");
   int64_t const head_bytes =
       int64_t(params.seqlen_q) * Config::kHeadDim * (2 * sizeof(Element) + sizeof(float)) * group_size;
-  int64_t const l2_heads = std::max<int64_t>(kBwdL2BudgetBytes / head_bytes, 1);
+  // Under a causal mask the first n_blocks see the most queries. For deterministic sums see bwd/dq_writer.cuh; with a
+  // full mask, where a head's n_blocks wait for each other from the start, as few of them as can be are at work
+  // together.
+  TileOrder const order = params.causal && params.deterministic   ? TileOrder::kDescending
+                          : params.causal || params.deterministic ? TileOrder::kAscending
+                                                                  : TileOrder::kBlocksFirst;
+  int64_t const l2_heads = params.deterministic && !params.causal
+                               ? num_kv_head_batches
+                               : std::max<int64_t>(kBwdL2BudgetBytes / head_bytes, 1);
 
   BwdKernelParams kernel_params{
       .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,
@@ -49,14 +57,12 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
       .seqlen_q = params.seqlen_q,
       .seqlen_k = params.seqlen_k,
       .num_m_blocks = num_m_blocks,
-      .num_n_blocks = num_n_blocks,
       .num_heads_q = params.num_heads_q,
       .group_size = group_size,
       .softmax_scale = params.softmax_scale,
       .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
       .causal = params.causal,
-      .scheduler = make_tile_scheduler(num_n_blocks, params.num_heads_kv, params.batch, params.num_sms,
-                                       params.causal || params.deterministic,
+      .scheduler = make_tile_scheduler(num_n_blocks, params.num_heads_kv, params.batch, params.num_sms, order,
                                        static_cast<int>(std::min(l2_heads, num_kv_head_batches))),
   };
 
@@ -66,8 +72,17 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
   FA3_CHECK_CUDA(cudaGetLastError());
   auto* kernel = bwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));
-  kernel<<<kernel_params.scheduler.num_ctas, Config::kNumThreads, Config::kSmemBytes, stream>>>(kernel_params);
-  FA3_CHECK_CUDA(cudaGetLastError());
+  // CTAs that wait for each other's turn must all be on the GPU: a cooperative launch waits until they can be.
+  cudaLaunchAttribute cooperative{.id = cudaLaunchAttributeCooperative, .val = {.cooperative = 1}};
+  cudaLaunchConfig_t const config{
+      .gridDim = dim3(kernel_params.scheduler.num_ctas),
+      .blockDim = dim3(Config::kNumThreads),
+      .dynamicSmemBytes = Config::kSmemBytes,
+      .stream = stream,
+      .attrs = &cooperative,
+      .numAttrs = params.deterministic ? 1u : 0u,
+  };
+  FA3_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, kernel_params));
   bwd_postprocess_kernel<Element, Config::kHeadDim, Config::kDqColumns>
       <<<static_cast<unsigned>(num_q_tiles), kPostprocessThreads, 0, stream>>>(params, num_m_blocks);
   FA3_CHECK_CUDA(cudaGetLastError());

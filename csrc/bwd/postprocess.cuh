@@ -11,8 +11,8 @@ constexpr int kPostprocessThreads = 128;
 // One CTA per tile of 64 query rows of one head. The threads read the accumulator as the consumers' registers lay
 // (bwd/dq.cuh), and turn it around in shared memory into rows.
 template <class Element, int kHeadDim, int kDqColumns>
-__global__ void __launch_bounds__(kPostprocessThreads) bwd_postprocess_kernel(BwdParams const params,
-                                                                              int num_m_blocks) {
+__global__ void __launch_bounds__(kPostprocessThreads)
+    bwd_postprocess_kernel(BwdParams const params, int num_m_blocks) {
   constexpr int kTileM = kRowsPerWarpgroup;
   static_assert(kPostprocessThreads == cutlass::NumThreadsPerWarpGroup);
   constexpr int kRowPitch = kHeadDim + 8;  // 16 bytes more, so that a column does not lie in one bank
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kPostprocessThreads) bwd_postprocess_kernel(Bw
   }
   __syncthreads();
 
-  auto* out = static_cast<Element*>(params.dq.data) + batch_idx * params.dq.batch_stride +
-              head_idx * params.dq.head_stride;
+  auto* out =
+      static_cast<Element*>(params.dq.data) + batch_idx * params.dq.batch_stride + head_idx * params.dq.head_stride;
   constexpr int kThreadsPerRow = kHeadDim / 8;
   for (int i = threadIdx.x; i < kTileM * kThreadsPerRow; i += kPostprocessThreads) {
     int const row_in_tile = i / kThreadsPerRow;

@@ -5,6 +5,7 @@
 
 #include <cutlass/numeric_conversion.h>
 
+#include "common/softmax.cuh"
 #include "params.h"
 
 namespace fa3 {
@@ -14,8 +15,8 @@ constexpr int kPreprocessThreads = 256;
 // One CTA per tile of kTileM query rows of one head. A row is read by kHeadDim / 8 neighbouring threads (a power of two
 // of them), 16 bytes each.
 template <class Element, int kHeadDim, int kTileM>
-__global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(BwdParams const params, int num_m_blocks,
-                                                                            int turns_per_tile) {
+__global__ void __launch_bounds__(kPreprocessThreads)
+    bwd_preprocess_kernel(BwdParams const params, int num_m_blocks, int turns_per_tile) {
   constexpr int kThreadsPerRow = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;
   constexpr int kRowsPerPass = kPreprocessThreads / kThreadsPerRow;
   static_assert(kTileM % kRowsPerPass == 0);
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(BwdP
   };
   int const column = threadIdx.x % kThreadsPerRow * 8;
 
+  bool has_large = false;
   CUTLASS_PRAGMA_UNROLL
   for (int pass = 0; pass < kTileM / kRowsPerPass; ++pass) {
     int const row_in_tile = pass * kRowsPerPass + threadIdx.x / kThreadsPerRow;
@@ -63,9 +65,17 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(BwdP
           sum = 0.f;
         }
       }
-      params.lse_log2[tile * kTileM + row_in_tile] = lse_log2;
+      has_large |= fabsf(lse_log2) > kLargestFusedScore && lse_log2 != INFINITY;
+      params.lse_log2[tile * (kTileM + kLseFlagFloats) + row_in_tile] = lse_log2;
       params.dsum[tile * kTileM + row_in_tile] = sum;
     }
+  }
+
+  // P = exp2(S - lse) is at most 1, but a large lse is rounded so much that it could exceed that by far: such tiles are
+  // marked, and their P is limited.
+  has_large = __syncthreads_or(has_large);
+  if (threadIdx.x < kLseFlagFloats) {
+    params.lse_log2[tile * (kTileM + kLseFlagFloats) + kTileM + threadIdx.x] = has_large ? 1.f : 0.f;
   }
 
   auto* dq = reinterpret_cast<float4*>(params.dq_accum + tile * kTileM * kHeadDim);

@@ -27,24 +27,24 @@ CUTLASS_DEVICE void produce(BwdKernelParams const& params, typename Config::Shar
   TileScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
-    int const n_block = tile_n_block(params, tile);
-    Steps steps(params, n_block, tile.head_idx, Config::kTileM, Config::kTileN);
+    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
     auto const load_step = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
       int const row = steps.m_block * Config::kTileM;
-      int64_t const vector = int64_t(steps.q_tile(tile.batch_idx)) * Config::kTileM;
+      int64_t const q_tile = steps.q_tile(tile.batch_idx);
 
-      uint64_t* barrier = smem.pipeline_q.acquire(q_state, Config::kBytesQ + Config::kBytesVector);
+      uint64_t* barrier = smem.pipeline_q.acquire(q_state, Config::kBytesQ + Config::kBytesLse);
       load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(
           params.q, barrier, CacheHint::EVICT_LAST, smem.q[q_state.stage], row, steps.head_idx, tile.batch_idx);
-      cute::SM90_BULK_COPY_G2S::copy(params.lse_log2 + vector, barrier, smem.lse_log2[q_state.stage],
-                                     Config::kBytesVector);
+      cute::SM90_BULK_COPY_G2S::copy(params.lse_log2 + q_tile * Config::kLseFloats, barrier,
+                                     smem.lse_log2[q_state.stage], Config::kBytesLse);
       q_state.advance();
 
-      barrier = smem.pipeline_dout.acquire(dout_state, Config::kBytesQ + Config::kBytesVector);
+      barrier = smem.pipeline_dout.acquire(dout_state, Config::kBytesQ + Config::kBytesDsum);
       load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(params.dout, barrier, CacheHint::EVICT_LAST,
                                                                         smem.dout[dout_state.stage], row,
                                                                         steps.head_idx, tile.batch_idx);
-      cute::SM90_BULK_COPY_G2S::copy(params.dsum + vector, barrier, smem.dsum[dout_state.stage], Config::kBytesVector);
+      cute::SM90_BULK_COPY_G2S::copy(params.dsum + q_tile * Config::kTileM, barrier, smem.dsum[dout_state.stage],
+                                     Config::kBytesDsum);
       dout_state.advance();
       steps.advance();
     };
@@ -52,10 +52,10 @@ CUTLASS_DEVICE void produce(BwdKernelParams const& params, typename Config::Shar
     load_step();
     uint64_t* barrier = smem.pipeline_k.acquire(kv_state, Config::kBytesK);
     load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumnsK>(
-        params.k, barrier, CacheHint::EVICT_FIRST, smem.k, n_block * Config::kTileN, tile.head_idx, tile.batch_idx);
+        params.k, barrier, CacheHint::EVICT_FIRST, smem.k, tile.block * Config::kTileN, tile.head_idx, tile.batch_idx);
     barrier = smem.pipeline_v.acquire(kv_state, Config::kBytesK);
     load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(
-        params.v, barrier, CacheHint::EVICT_FIRST, smem.v, n_block * Config::kTileN, tile.head_idx, tile.batch_idx);
+        params.v, barrier, CacheHint::EVICT_FIRST, smem.v, tile.block * Config::kTileN, tile.head_idx, tile.batch_idx);
     kv_state.advance();
     CUTLASS_PRAGMA_NO_UNROLL
     while (!steps.done()) {  // unrolled, it would not fit the producer's registers

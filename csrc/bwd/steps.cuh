@@ -6,12 +6,6 @@
 
 namespace fa3 {
 
-// The scheduler gives "m_blocks" out from the last to the first, the longest of the forward; here the first n_blocks are
-// the longest.
-CUTLASS_DEVICE int tile_n_block(BwdKernelParams const& params, Tile const& tile) {
-  return params.num_n_blocks - 1 - tile.m_block;
-}
-
 // dK and dV of a group's query heads are summed in registers: the heads are just more steps. All roles of a CTA walk
 // the same steps.
 class Steps {

@@ -8,10 +8,15 @@ struct BwdTile {
   int tile_n;       // keys per CTA
   int stages_q;     // of the Q ring
   int stages_dout;  // of the dO ring
-  bool ds_from_registers;  // dK += dS^T Q takes dS from registers; where those are short, from shared memory
+  int stages_ds;    // of the dS ring
+  int dq_columns;   // of dQ that a consumer warpgroup computes, and hands over, at a time
+  // Less shared memory is read where registers allow it:
+  bool v_from_registers;   // in dP = V dO^T
+  bool ds_from_registers;  // in dK += dS^T Q
 };
 
-constexpr BwdTile kBwdHdim64{64, 128, 3, 2, true};
-constexpr BwdTile kBwdHdim128{64, 128, 3, 2, false};
+constexpr BwdTile kBwdHdim64{64, 128, 3, 2, 3, 32, true, true};
+constexpr BwdTile kBwdHdim128{64, 128, 3, 2, 3, 64, false, false};
+constexpr BwdTile kBwdHdim256{64, 64, 2, 1, 3, 64, false, true};
 
 }  // namespace fa3

@@ -40,4 +40,9 @@ FA3_HOST_DEVICE int first_query(int key, int seqlen_q, int seqlen_k, bool causal
   return first > 0 ? first : 0;
 }
 
+// The last key block that some of the rows [row_begin, row_begin + num_rows) sees, under a causal mask.
+FA3_HOST_DEVICE int last_key_block(int row_begin, int num_rows, int tile_n, int seqlen_q, int seqlen_k) {
+  return block_range(row_begin, num_rows, tile_n, seqlen_q, seqlen_k, /*causal=*/true).end - 1;
+}
+
 }  // namespace fa3

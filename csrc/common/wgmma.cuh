@@ -37,4 +37,13 @@ CUTLASS_DEVICE auto not_hoisted(Descriptors const& descriptors) {
   return cute::make_tensor(iterator, descriptors.layout());
 }
 
+// Brings an A operand (64, K) from shared memory to registers, with ldmatrix. Called by all of the warpgroup.
+template <class TiledMma, class TensorS, class TensorR>
+CUTLASS_DEVICE void load_a_operand(TiledMma const& mma, TensorS const& sA, TensorR& rA) {
+  using Element = typename TensorR::value_type;
+  auto const copy = cute::make_tiled_copy_A(cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>{}, mma);
+  auto const thread_copy = copy.get_slice(threadIdx.x % cutlass::NumThreadsPerWarpGroup);
+  cute::copy(copy, thread_copy.partition_S(cute::as_position_independent_swizzle_tensor(sA)), thread_copy.retile_D(rA));
+}
+
 }  // namespace fa3

@@ -48,13 +48,13 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
   Tile tile, next;
   scheduler.next(tile);  // there is one: the grid has no more CTAs than tiles
   auto const rows_range = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
-    return block_range(tile.m_block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup, kRowsPerWarpgroup,
+    return block_range(tile.block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup, kRowsPerWarpgroup,
                        Config::kTileN, params.seqlen_q, params.seqlen_k, params.causal);
   };
   BlockRange range = rows_range(tile);  // key blocks of `tile` that this warpgroup's 64 rows see
   // Whether the last key block of the CTA's tile is hidden from all of this warpgroup's rows.
   auto const skips_block = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
-    return rows_range(tile).end < block_range(tile.m_block * Config::kTileM, Config::kTileM, Config::kTileN,
+    return rows_range(tile).end < block_range(tile.block * Config::kTileM, Config::kTileM, Config::kTileN,
                                               params.seqlen_q, params.seqlen_k, params.causal)
                                       .end;
   };
@@ -101,7 +101,7 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
       int limit[kRowsPerThread];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowsPerThread; ++i) {
-        int const row = tile.m_block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup + accumulator_row(i);
+        int const row = tile.block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup + accumulator_row(i);
         limit[i] = visible_keys(row, params.seqlen_q, params.seqlen_k, params.causal) - n_block * Config::kTileN;
       }
       mask_columns(tSrS, limit);

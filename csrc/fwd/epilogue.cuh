@@ -2,19 +2,13 @@
 #pragma once
 
 #include "common/softmax.cuh"
+#include "common/stage.cuh"
 #include "fwd/config.h"
 
 namespace fa3 {
 
 // Each warp works alone on its 16 rows: registers -> its own staging slabs -> TMA store, so no barrier is needed and
 // the store runs under the next tile. TMA leaves out rows past seqlen_q and columns past head_dim.
-//
-// stmatrix.x4 writes four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8, which are, for 16
-// columns of O held as registers 8t to 8t + 7 (common/layout.cuh):
-//
-//               columns 16t..16t+7   16t+8..16t+15
-//   rows 0-7        matrix 0            matrix 2
-//   rows 8-15       matrix 1            matrix 3
 template <class Config, class TensorO>
 CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx,
                                Tile const& tile, OnlineSoftmax& softmax, TensorO& tOrO) {
@@ -25,7 +19,7 @@ CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::S
 
   int const lane_idx = cutlass::canonical_lane_idx();
   int const warp_idx = cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup;
-  int const warpgroup_row = tile.m_block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup;
+  int const warpgroup_row = tile.block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup;
 
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -45,8 +39,6 @@ CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::S
                                          : &smem.out[warpgroup_idx][slab][0];
     return out + warp_idx * kRowsPerWarp * kSlabColumns;
   };
-  int const matrix_row = lane_idx % 8 + lane_idx / 8 % 2 * 8;
-  int const matrix_chunk = lane_idx / 16;  // 8 columns, 16 bytes
   constexpr int kPassColumns = Config::kOutSlabs * kSlabColumns;
   CUTLASS_PRAGMA_UNROLL
   for (int pass_column = 0; pass_column < Config::kHeadDim; pass_column += kPassColumns) {
@@ -55,13 +47,8 @@ CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::S
     }
     __syncwarp();
     CUTLASS_PRAGMA_UNROLL
-    for (int column = 0; column < kPassColumns; column += 16) {
-      int const chunk = column % kSlabColumns / 8 + matrix_chunk;
-      Element* row = staged(column / kSlabColumns) + matrix_row * kSlabColumns;
-      int const reg = (pass_column + column) / 4;
-      cute::SM90_U32x4_STSM_N::copy(
-          packed[reg], packed[reg + 1], packed[reg + 2], packed[reg + 3],
-          *reinterpret_cast<cute::uint128_t*>(row + swizzled_chunk<kSlabColumns>(matrix_row, chunk) * 8));
+    for (int slab = 0; slab < Config::kOutSlabs; ++slab) {
+      stage_rows<kSlabColumns>(packed + (pass_column + slab * kSlabColumns) / 4, staged(slab));
     }
     cute::tma_store_fence();  // stmatrix writes, then TMA reads
     __syncwarp();

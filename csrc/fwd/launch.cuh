@@ -40,7 +40,9 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
       .softmax_scale = params.softmax_scale,
       .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
       .causal = params.causal,
-      .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms, params.causal,
+      .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms,
+                                       // causal: the last blocks see the most keys
+                                       params.causal ? TileOrder::kDescending : TileOrder::kBlocksFirst,
                                        static_cast<int>(std::min(l2_heads, num_head_batches))),
   };
   auto* kernel = fwd_kernel<Config>;

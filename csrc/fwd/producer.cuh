@@ -48,7 +48,7 @@ CUTLASS_DEVICE void produce(FwdKernelParams const& params, typename Config::Shar
       uint64_t* barrier = smem.pipeline_q[w].acquire(q_state, Config::kBytesQ);
       load_tile<kRowsPerWarpgroup, Config::kHeadDim>(
           params.q, barrier, CacheHint::EVICT_FIRST, smem.q[w][q_state.stage],
-          tile.m_block * Config::kTileM + w * kRowsPerWarpgroup, tile.head_idx, tile.batch_idx);
+          tile.block * Config::kTileM + w * kRowsPerWarpgroup, tile.head_idx, tile.batch_idx);
     }
     q_state.advance();
   };
@@ -58,7 +58,7 @@ CUTLASS_DEVICE void produce(FwdKernelParams const& params, typename Config::Shar
   bool has_previous = false;
   Block previous;
   while (scheduler.next(tile)) {
-    int const end = block_range(tile.m_block * Config::kTileM, Config::kTileM, Config::kTileN, params.seqlen_q,
+    int const end = block_range(tile.block * Config::kTileM, Config::kTileM, Config::kTileN, params.seqlen_q,
                                 params.seqlen_k, params.causal)
                         .end;
     for (int n_block = end - 1; n_block >= 0; --n_block) {

@@ -1,0 +1,304 @@
+// The consumer warpgroups for head_dim above 128: dV of the CTA's 64 keys in the registers of one, dK in those of the
+// other, and half of dQ's columns each, slice by slice.
+//
+//   warpgroup 0 (dV)                                  warpgroup 1 (dK)
+//   S^T_j = K Q_j^T                                   dP^T_j = V dO_j^T
+//   P_j = exp2(S_j - lse)   -- P_j in shared memory ->  dS_j = P_j (dP_j - D)
+//   dV += P_j^T dO_j        <- dS_j, in its place --    dK += dS_j^T Q_j
+//   dQ_j-1, left columns                              dQ_j, right columns
+//
+// The two take different GEMMs at different times, so that one computes under the other's GEMMs.
+//
+// barrier         arrives                    waits           when
+// p_full          each warp of warpgroup 0   warpgroup 1     P of a step is in the stage of the ds ring
+// pipeline_ds     full: warps of 1           both            dS has taken its place
+//                 empty: all warps           warpgroup 0     dQ of the step has been computed by both
+#pragma once
+
+#include "bwd/dq.cuh"
+#include "bwd/epilogue.cuh"
+#include "bwd/pointwise.cuh"
+#include "bwd/steps.cuh"
+#include "common/wgmma.cuh"
+
+namespace fa3 {
+
+// P travels as fp16, 2^14 times as large: 11 bits also for the small probabilities of long sequences. A warp's P lies
+// in its 16 rows of dS's tile, 16 bytes of each lane together; the same lane of the other warpgroup reads it.
+constexpr float kProbabilityScale = 16384.f;
+
+template <class Accumulator>
+CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* rows) {
+  constexpr int kSize = decltype(cute::size(probabilities))::value;
+  cutlass::Array<float, kSize> scaled;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kSize; ++i) {
+    scaled[i] = probabilities(i) * kProbabilityScale;
+  }
+  auto const packed = cutlass::NumericArrayConverter<cutlass::half_t, float, kSize>::convert(scaled);
+  auto* destination = static_cast<uint4*>(rows) + cutlass::canonical_lane_idx();
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kSize / 8; ++i) {
+    destination[i * cutlass::NumThreadsPerWarp] = reinterpret_cast<uint4 const*>(&packed)[i];
+  }
+}
+
+template <class Accumulator>
+CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const* rows) {
+  constexpr int kSize = decltype(cute::size(probabilities))::value;
+  auto const* source = static_cast<uint4 const*>(rows) + cutlass::canonical_lane_idx();
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kSize / 8; ++i) {
+    uint4 const packed = source[i * cutlass::NumThreadsPerWarp];
+    auto const scaled = cutlass::NumericArrayConverter<float, cutlass::half_t, 8>::convert(
+        reinterpret_cast<cutlass::Array<cutlass::half_t, 8> const&>(packed));
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 8; ++k) {
+      probabilities(8 * i + k) = scaled[k] * (1.f / kProbabilityScale);
+    }
+  }
+}
+
+// What both warpgroups do: dQ = dS K for the columns of one of them, in slices.
+template <class Config>
+class WideDq {
+ public:
+  using SharedStorage = typename Config::SharedStorage;
+  using State = PipelineState<Config::kStagesDs>;
+
+  CUTLASS_DEVICE WideDq(SharedStorage& smem, int warpgroup_idx) : smem_(smem), warpgroup_idx_(warpgroup_idx) {}
+
+  // Computes and hands over dQ of the step whose dS is at `state`. After each slice it waits for every GEMM of this
+  // warpgroup that is under way. `after_wait` is called after the first of these waits, `after_slice` when the first
+  // slice has been handed over.
+  template <class AfterWait, class AfterSlice>
+  CUTLASS_DEVICE void compute(State const& state, AfterWait const& after_wait, AfterSlice const& after_slice) {
+    using namespace cute;
+    typename Config::MmaDq mma;
+    Tensor sdS = make_tensor(make_smem_ptr(smem_.ds[0]), typename Config::LayoutDs{});
+    Tensor sKt = make_tensor(make_smem_ptr(smem_.k), typename Config::LayoutKt{});
+    Tensor tdQrdS = mma.get_slice(0).partition_fragment_A(sdS);
+    Tensor tdQrdQ = partition_fragment_C(mma, Shape<typename Config::TileM, typename Config::DqColumns>{});
+    smem_.pipeline_ds.wait(state);
+    CUTLASS_PRAGMA_UNROLL
+    for (int slice = 0; slice < Config::kDqSlices; ++slice) {
+      Tensor tdQrK = mma.get_slice(0).partition_fragment_B(
+          local_tile(sKt, Shape<typename Config::DqColumns, typename Config::TileN>{},
+                     make_coord(warpgroup_idx_ * Config::kDqSlices + slice, _0{})));
+      gemm(mma, tdQrdS(_, _, _, state.stage), not_hoisted(tdQrK), tdQrdQ, /*accumulate=*/false);
+      warpgroup_wait<0>();
+      if (slice == 0) {
+        after_wait();
+      }
+      if (slice == Config::kDqSlices - 1) {
+        smem_.pipeline_ds.release(state);
+      }
+      auto& staged = smem_.dq_staged[warpgroup_idx_];
+      staged.empty.wait(phase_);
+      phase_ ^= 1;
+      stage_accumulator(tdQrdQ, smem_.dq[warpgroup_idx_]);
+      cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
+      __syncwarp();
+      if (cutlass::canonical_lane_idx() == 0) {
+        staged.full.arrive();
+      }
+      if (slice == 0) {
+        after_slice();
+      }
+    }
+  }
+
+ private:
+  SharedStorage& smem_;
+  int const warpgroup_idx_;
+  uint32_t phase_ = 1;  // the buffer is empty at first
+};
+
+template <class Config>
+CUTLASS_DEVICE auto warp_rows(typename Config::SharedStorage& smem, int stage) {
+  return smem.ds[stage] +
+         cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup * kRowsPerWarp * Config::kTileM;
+}
+
+// Warpgroup 0: S, P and dV. dQ is computed one step late, when its dS is certainly there.
+template <class Config>
+CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::SharedStorage& smem) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  typename Config::MmaS mma_s;
+  typename Config::MmaDv mma_dv;
+  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Config::LayoutK{});              // (kTileN, kHeadDim)
+  Tensor sQ = make_tensor(make_smem_ptr(smem.q[0]), typename Config::LayoutQ{});           // (kTileM, kHeadDim, stages)
+  Tensor sdOt = make_tensor(make_smem_ptr(smem.dout[0]), typename Config::LayoutDoutt{});  // (kHeadDim, kTileM, stages)
+  Tensor tSrK = mma_s.get_slice(0).partition_fragment_A(sK);
+  Tensor tSrQ = mma_s.get_slice(0).partition_fragment_B(sQ);
+  Tensor tdVrdO = mma_dv.get_slice(0).partition_fragment_B(sdOt);
+  Tensor tSrS = partition_fragment_C(mma_s, Shape<_64, typename Config::TileM>{});
+  Tensor tdVrdV = partition_fragment_C(mma_dv, Shape<_64, typename Config::HeadDim>{});
+  Tensor tdVrP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
+  WideDq<Config> dq(smem, 0);
+
+  PipelineState<1> kv_state;
+  PipelineState<Config::kStagesQ> q_state;
+  PipelineState<Config::kStagesDout> dout_state;
+  PipelineState<Config::kStagesDs> ds_state;
+  auto const issue_s = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_q.wait(q_state);
+    gemm(mma_s, not_hoisted(tSrK), tSrQ(_, _, _, q_state.stage), tSrS, /*accumulate=*/false);
+  };
+  auto const release_dout = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_dout.release(dout_state);
+    dout_state.advance();
+  };
+
+  auto const nothing = []() CUTLASS_LAMBDA_FUNC_INLINE {};
+
+  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  Tile tile;
+  while (scheduler.next(tile)) {
+    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
+    KeyMask const mask(params, tile.block * Config::kTileN);
+
+    // P of the step whose S is there, sent to the other warpgroup, and its dV.
+    auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
+      mask.apply(tSrS, steps.m_block * Config::kTileM);
+      exponentials<Config::kTileM>(tSrS, smem.lse_log2[q_state.stage], params.softmax_scale_log2);
+      __syncwarp();
+      smem.pipeline_q.release(q_state);
+      q_state.advance();
+      steps.advance();
+      smem.pipeline_ds.empty[ds_state.stage].wait(ds_state.phase ^ 1);
+      send_probabilities(tSrS, warp_rows<Config>(smem, ds_state.stage));
+      __syncwarp();
+      if (cutlass::canonical_lane_idx() == 0) {
+        smem.p_full[ds_state.stage].arrive();
+      }
+      ds_state.advance();
+      convert(tSrS, tdVrP);
+      smem.pipeline_dout.wait(dout_state);
+      gemm(mma_dv, tdVrP, tdVrdO(_, _, _, dout_state.stage), tdVrdV, /*accumulate=*/!is_first);
+    };
+
+    smem.pipeline_k.wait(kv_state);
+    issue_s();
+    warpgroup_wait<0>();
+    compute_p(cute::true_type{});
+    bool const several_steps = !steps.done();
+    if (several_steps) {
+      issue_s();
+      warpgroup_wait<0>();
+      release_dout();
+      compute_p(cute::false_type{});
+      while (!steps.done()) {
+        issue_s();
+        dq.compute(ds_state.previous().previous(), release_dout, nothing);
+        compute_p(cute::false_type{});
+      }
+    }
+    warpgroup_wait<0>();
+    release_dout();
+    if (several_steps) {
+      dq.compute(ds_state.previous().previous(), nothing, nothing);
+    }
+    dq.compute(ds_state.previous(), nothing, nothing);
+
+    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // V has been read for the last dP
+    store_gradient<Config, Config::kSlabColumns>(params.dv, smem.v, tdVrdV, 1.f, 0, tile.block, tile.head_idx,
+                                                 tile.batch_idx);
+    cute::tma_store_wait<0>();  // dV has left the place of V
+    smem.pipeline_k.release(kv_state);
+    smem.pipeline_v.release(kv_state);
+    kv_state.advance();
+  }
+}
+
+// Warpgroup 1: dP, dS and dK.
+template <class Config>
+CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::SharedStorage& smem) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  typename Config::MmaS mma_dp;
+  typename Config::MmaDk mma_dk;
+  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Config::LayoutV{});            // (kTileN, kHeadDim)
+  Tensor sdO = make_tensor(make_smem_ptr(smem.dout[0]), typename Config::LayoutDout{});  // (kTileM, kHeadDim, stages)
+  Tensor sQt = make_tensor(make_smem_ptr(smem.q[0]), typename Config::LayoutQt{});       // (kHeadDim, kTileM, stages)
+  Tensor tdPrV = mma_dp.get_slice(0).partition_fragment_A(sV);
+  Tensor tdPrdO = mma_dp.get_slice(0).partition_fragment_B(sdO);
+  Tensor tdKrQ = mma_dk.get_slice(0).partition_fragment_B(sQt);
+  Tensor tdPrdP = partition_fragment_C(mma_dp, Shape<_64, typename Config::TileM>{});
+  Tensor tdKrdK = partition_fragment_C(mma_dk, Shape<_64, typename Config::HeadDim>{});
+  Tensor tdKrdS = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
+  WideDq<Config> dq(smem, 1);
+
+  PipelineState<1> kv_state;
+  PipelineState<Config::kStagesQ> q_state;
+  PipelineState<Config::kStagesDout> dout_state;
+  PipelineState<Config::kStagesDs> ds_state;
+  auto const issue_dp = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_dout.wait(dout_state);
+    gemm(mma_dp, not_hoisted(tdPrV), tdPrdO(_, _, _, dout_state.stage), tdPrdP, /*accumulate=*/false);
+  };
+  auto const release_q = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    smem.pipeline_q.release(q_state);
+    q_state.advance();
+  };
+
+  auto const nothing = []() CUTLASS_LAMBDA_FUNC_INLINE {};
+
+  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  Tile tile;
+  while (scheduler.next(tile)) {
+    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
+
+    // dS of the step whose dP is there: P is received, and dS takes its place.
+    auto const compute_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+      Element* rows = warp_rows<Config>(smem, ds_state.stage);
+      Tensor rP = make_fragment_like(tdPrdP);
+      smem.p_full[ds_state.stage].wait(ds_state.phase);
+      receive_probabilities(rP, rows);
+      score_gradients(rP, tdPrdP, QueryVector<Config::kTileM>(smem.dsum[dout_state.stage]));
+      convert(rP, tdKrdS);
+      __syncwarp();  // the warp has read its P, and D
+      smem.pipeline_dout.release(dout_state);
+      dout_state.advance();
+      stage_rows<Config::kTileM>(reinterpret_cast<uint32_t const*>(tdKrdS.data()), rows);
+      cutlass::arch::fence_view_async_shared();  // dS is written, then read by WGMMA
+      __syncwarp();
+      if (cutlass::canonical_lane_idx() == 0) {
+        smem.pipeline_ds.full[ds_state.stage].arrive();
+      }
+      ds_state.advance();
+      steps.advance();
+    };
+    auto const issue_dk = [&](bool accumulate) CUTLASS_LAMBDA_FUNC_INLINE {
+      smem.pipeline_q.wait(q_state);
+      gemm(mma_dk, tdKrdS, tdKrQ(_, _, _, q_state.stage), tdKrdK, accumulate);
+    };
+
+    smem.pipeline_v.wait(kv_state);
+    issue_dp();
+    warpgroup_wait<0>();
+    compute_ds();
+    smem.pipeline_k.wait(kv_state);
+    bool accumulate = false;
+    while (!steps.done()) {
+      issue_dk(accumulate);
+      accumulate = true;
+      // dO of the next step can only be there once dV of this one is done: that is now or later.
+      dq.compute(ds_state.previous(), release_q, issue_dp);
+      compute_ds();
+    }
+    issue_dk(accumulate);
+    dq.compute(ds_state.previous(), release_q, nothing);
+
+    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K for dQ
+    store_gradient<Config, Config::kSlabColumnsK>(params.dk, smem.k, tdKrdK, params.softmax_scale, 0, tile.block,
+                                                  tile.head_idx, tile.batch_idx);
+    cute::tma_store_wait<0>();  // dK has left the place of K
+    smem.pipeline_k.release(kv_state);
+    smem.pipeline_v.release(kv_state);
+    kv_state.advance();
+  }
+}
+
+}  // namespace fa3
