@@ -274,7 +274,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(Tensor const& dout, std::optional<Tensor>
     return torch::stable::new_empty(q, {problem.batch, problem.num_heads_q, num_m_blocks, per_m_block}, type);
   };
   Tensor const dq_accum = scratch(tile_m * kernel->info.head_dim, ScalarType::Float);
-  Tensor const lse_log2 = scratch(tile_m + fa3::kLseFlagFloats, ScalarType::Float);
+  Tensor const lse_log2 = scratch(tile_m, ScalarType::Float);
   Tensor const dsum = scratch(tile_m, ScalarType::Float);
   Tensor const dq_turn = scratch(deterministic ? kernel->info.consumer_warpgroups : 0, ScalarType::Int);
 

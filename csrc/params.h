@@ -34,10 +34,6 @@ struct FwdParams {
   int num_sms;
 };
 
-// Floats after each tile of lse_log2: the first says whether the tile has values that need care (bwd/preprocess.cuh).
-// Four, so that bulk copies stay 16-byte aligned.
-constexpr int kLseFlagFloats = 4;
-
 struct BwdParams {
   TensorArg q;  // (batch, seqlen_q, num_heads_q, head_dim), as are out, dout and dq
   TensorArg k;  // (batch, seqlen_k, num_heads_kv, head_dim), as are v, dk and dv
@@ -52,7 +48,7 @@ struct BwdParams {
 
   // Scratch, of any content. rows = seqlen_q rounded up to the kernel's tile_m.
   float* dq_accum;  // (batch, num_heads_q, rows, the kernel's head_dim): dQ / softmax_scale, in the order of bwd/dq.cuh
-  float* lse_log2;  // (batch, num_heads_q, rows / tile_m, tile_m + kLseFlagFloats): lse * log2(e), and a flag
+  float* lse_log2;  // (batch, num_heads_q, rows): lse * log2(e)
   float* dsum;      // (batch, num_heads_q, rows): D = rowsum(dO * O) - dlse
   int* dq_turn;     // (batch, num_heads_q, rows / tile_m, consumer_warpgroups): deterministic only, else nullptr
 

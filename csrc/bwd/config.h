@@ -101,10 +101,8 @@ struct BwdConfig {
 
   static constexpr int kBytesQ = kTileM * kHeadDim * sizeof(Element);
   static constexpr int kBytesK = kTileN * kHeadDim * sizeof(Element);
-  static constexpr int kLseFloats = kTileM + kLseFlagFloats;  // lse of a step, and whether it has large values
-  static constexpr int kBytesLse = kLseFloats * sizeof(float);
-  static constexpr int kBytesDsum = kTileM * sizeof(float);
-  static constexpr int kDqPart = kTileM * kDqColumns;  // floats of dQ that are handed over at a time
+  static constexpr int kBytesVector = kTileM * sizeof(float);  // lse or D of a step
+  static constexpr int kDqPart = kTileM * kDqColumns;          // floats of dQ that are handed over at a time
 
   struct SharedStorage {
     alignas(1024) Element k[kTileN * kHeadDim];
@@ -113,7 +111,7 @@ struct BwdConfig {
     alignas(1024) Element dout[kStagesDout][kTileM * kHeadDim];
     alignas(1024) Element ds[kStagesDs][kTileN * kTileM];
     alignas(128) float dq[kConsumerWarpgroups][kDqPart];
-    alignas(128) float lse_log2[kStagesQ][kLseFloats];
+    alignas(128) float lse_log2[kStagesQ][kTileM];
     alignas(128) float dsum[kStagesDout][kTileM];
     Pipeline<1> pipeline_k;
     Pipeline<1> pipeline_v;
@@ -135,8 +133,8 @@ struct BwdKernelParams {
   CUtensorMap dout;
   CUtensorMap dk;
   CUtensorMap dv;
-  float const* lse_log2;  // (batch, num_heads_q, num_m_blocks, tile_m + 4): bwd/preprocess.cuh
-  float const* dsum;      // (batch, num_heads_q, num_m_blocks, tile_m)
+  float const* lse_log2;  // (batch, num_heads_q, num_m_blocks, tile_m)
+  float const* dsum;      // the same
   float* dq_accum;        // (batch, num_heads_q, num_m_blocks, tile): bwd/dq.cuh
   int* dq_turn;  // (batch, num_heads_q, num_m_blocks, warpgroup), or nullptr: how many n_blocks have been added
   int seqlen_q;

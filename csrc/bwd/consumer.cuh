@@ -82,10 +82,9 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   PipelineState<1> kv_state;
   PipelineState<Config::kStagesQ> q_state;  // of the step whose S is issued next; dS follows it, with as many stages
   PipelineState<Config::kStagesDout> dout_state;
-  uint32_t dq_phase = 1;  // the buffer is empty at first
   auto& dq_staged = smem.dq_staged[warpgroup_idx];
-  int const warp_key = warpgroup_idx * kRowsPerWarpgroup +
-                       cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup * kRowsPerWarp;
+  // First of the warp's 16 keys among the CTA's. From threadIdx, which costs no register from step to step.
+  int const warp_key = (threadIdx.x / cutlass::NumThreadsPerWarp - cutlass::NumWarpsPerWarpGroup) * kRowsPerWarp;
 
   // Registers allow for one query block's S and dP only, hence the two places where dP and dQ take turns.
   auto const issue_s = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -111,10 +110,12 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     smem.pipeline_ds.wait(state);
     gemm(mma_dq, tdQrdS(_, _, _, state.stage), not_hoisted(tdQrK), tdQrdQ, /*accumulate=*/false);
   };
-  auto const stage_dq = [&](PipelineState<Config::kStagesDs> const& state) CUTLASS_LAMBDA_FUNC_INLINE {
+  // The buffer is filled once per step, so that its phase follows from the stage of dO, if there are two: the buffer is
+  // one step (late) or none behind. A register less.
+  static_assert(Config::kStagesDout == 2);
+  auto const stage_dq = [&](PipelineState<Config::kStagesDs> const& state, bool late) CUTLASS_LAMBDA_FUNC_INLINE {
     smem.pipeline_ds.release(state);
-    dq_staged.empty.wait(dq_phase);
-    dq_phase ^= 1;
+    dq_staged.empty.wait(dout_state.stage ^ late);
     stage_accumulator(tdQrdQ, smem.dq[warpgroup_idx]);
   };
   auto const hand_over_dq = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -138,7 +139,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     // P of the step that q_state and dout_state are at, and its dV. Its S is there, its dP under way.
     auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
       mask.apply(tSrS, steps.m_block * Config::kTileM);
-      exponentials<Config::kTileM>(tSrS, smem.lse_log2[q_state.stage], params.softmax_scale_log2);
+      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.softmax_scale_log2);
       if constexpr (!is_first) {
         warpgroup_wait<1>();  // dK of the step before
         smem.pipeline_q.release(q_state.previous());
@@ -180,7 +181,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
       warpgroup_wait<1>();  // dV, S of the next step, dQ
       release_dout();
       if constexpr (!is_first) {
-        stage_dq(ds_state.previous());
+        stage_dq(ds_state.previous(), /*late=*/true);
       }
       issue_dp();
       compute_p(cute::false_type{});
@@ -199,6 +200,8 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     issue_dp();
     warpgroup_wait<1>();  // S
     compute_p(cute::true_type{});
+    cute::tma_store_wait<0>();  // dK of the tile before has left the place of dS
+    __syncwarp();
     warpgroup_wait<1>();  // dP
     bool const several_steps = !steps.done();
     if (several_steps) {
@@ -215,26 +218,36 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     if (several_steps) {
       issue_dq(ds_state.previous());
       warpgroup_wait<0>();
-      stage_dq(ds_state.previous());
+      stage_dq(ds_state.previous(), /*late=*/true);
       hand_over_dq();
     }
     issue_dq(ds_state);
     issue_dk(ds_state.stage, several_steps);
-    store_gradient<Config, Config::kSlabColumns>(params.dv, smem.v, tdVrdV, 1.f, warpgroup_idx, tile.block,
-                                                 tile.head_idx, tile.batch_idx);
+    // dV takes the place of V, of which only this warpgroup has read these rows. dK takes that of the last dS: K is
+    // free for the next tile at once.
+    int const warp_row = tile.block * Config::kTileN + warp_key;
+    auto const v_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
+      return smem.v + (slab * Config::kTileN + warp_key) * Config::kSlabColumns;
+    };
+    auto const ds_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
+      constexpr int kSlabsPerStage = Config::kTileM / Config::kSlabColumnsK;
+      return smem.ds[slab / kSlabsPerStage] + warp_key * Config::kTileM +
+             slab % kSlabsPerStage * kRowsPerWarp * Config::kSlabColumnsK;
+    };
+    store_gradient<Config, Config::kSlabColumns>(params.dv, tdVrdV, 1.f, v_rows, warp_row, tile);
     warpgroup_wait<1>();  // dQ
-    stage_dq(ds_state);
+    stage_dq(ds_state, /*late=*/false);
     hand_over_dq();
     warpgroup_wait<0>();  // dK
     smem.pipeline_q.release(ds_state);
-    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K for dQ
-    store_gradient<Config, Config::kSlabColumnsK>(params.dk, smem.k, tdKrdK, params.softmax_scale, warpgroup_idx,
-                                                  tile.block, tile.head_idx, tile.batch_idx);
-    cute::tma_store_wait<0>();  // dK and dV have left the places of K and V
+    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K and dS for dQ
     smem.pipeline_k.release(kv_state);
+    store_gradient<Config, Config::kSlabColumnsK>(params.dk, tdKrdK, params.softmax_scale, ds_rows, warp_row, tile);
+    cute::tma_store_wait<1>();  // dV has left the place of V
     smem.pipeline_v.release(kv_state);
     kv_state.advance();
   }
+  cute::tma_store_wait<0>();  // shared memory outlives the reads of the last store
 }
 
 }  // namespace fa3

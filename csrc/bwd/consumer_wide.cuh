@@ -114,10 +114,23 @@ class WideDq {
   uint32_t phase_ = 1;  // the buffer is empty at first
 };
 
+CUTLASS_DEVICE int first_row_of_warp() { return threadIdx.x % cutlass::NumThreadsPerWarpGroup / 32 * kRowsPerWarp; }
+
 template <class Config>
 CUTLASS_DEVICE auto warp_rows(typename Config::SharedStorage& smem, int stage) {
-  return smem.ds[stage] +
-         cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup * kRowsPerWarp * Config::kTileM;
+  return smem.ds[stage] + first_row_of_warp() * Config::kTileM;
+}
+
+// Stores dV or dK of the tile; it takes the place of V or K on its way.
+template <class Config, int kSlabColumns, class Accumulator>
+CUTLASS_DEVICE void store_wide_gradient(CUtensorMap const& map, Accumulator& gradient, float factor,
+                                        typename Config::Element* place, Tile const& tile) {
+  auto const slab_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
+    return place + (slab * Config::kTileN + first_row_of_warp()) * kSlabColumns;
+  };
+  store_gradient<Config, kSlabColumns>(map, gradient, factor, slab_rows,
+                                       tile.block * Config::kTileN + first_row_of_warp(), tile);
+  cute::tma_store_wait<0>();
 }
 
 // Warpgroup 0: S, P and dV. dQ is computed one step late, when its dS is certainly there.
@@ -162,7 +175,7 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
     // P of the step whose S is there, sent to the other warpgroup, and its dV.
     auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
       mask.apply(tSrS, steps.m_block * Config::kTileM);
-      exponentials<Config::kTileM>(tSrS, smem.lse_log2[q_state.stage], params.softmax_scale_log2);
+      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.softmax_scale_log2);
       __syncwarp();
       smem.pipeline_q.release(q_state);
       q_state.advance();
@@ -203,9 +216,7 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
     dq.compute(ds_state.previous(), nothing, nothing);
 
     cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // V has been read for the last dP
-    store_gradient<Config, Config::kSlabColumns>(params.dv, smem.v, tdVrdV, 1.f, 0, tile.block, tile.head_idx,
-                                                 tile.batch_idx);
-    cute::tma_store_wait<0>();  // dV has left the place of V
+    store_wide_gradient<Config, Config::kSlabColumns>(params.dv, tdVrdV, 1.f, smem.v, tile);
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);
     kv_state.advance();
@@ -292,9 +303,7 @@ CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::S
     dq.compute(ds_state.previous(), release_q, nothing);
 
     cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K for dQ
-    store_gradient<Config, Config::kSlabColumnsK>(params.dk, smem.k, tdKrdK, params.softmax_scale, 0, tile.block,
-                                                  tile.head_idx, tile.batch_idx);
-    cute::tma_store_wait<0>();  // dK has left the place of K
+    store_wide_gradient<Config, Config::kSlabColumnsK>(params.dk, tdKrdK, params.softmax_scale, smem.k, tile);
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);
     kv_state.advance();

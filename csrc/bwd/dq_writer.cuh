@@ -19,30 +19,39 @@
 
 namespace fa3 {
 
-CUTLASS_DEVICE void wait_turn(int* current, int turn) {
-  cuda::atomic_ref<int, cuda::thread_scope_device> const current_turn(*current);
-  while (current_turn.load(cuda::memory_order_acquire) != turn) {
-  }
-  fence_async_global();  // what was added before precedes the reductions of this thread
-}
+// Whose turn it is to add to a part of dQ: the number of n_blocks that have. In global memory.
+class Turn {
+ public:
+  CUTLASS_DEVICE explicit Turn(int* current) : current_(current) {}
 
-CUTLASS_DEVICE void pass_turn(int* current, int next_turn) {
-  wait_bulk_writes();
-  fence_async_global();
-  cuda::atomic_ref<int, cuda::thread_scope_device>(*current).store(next_turn, cuda::memory_order_release);
-}
+  CUTLASS_DEVICE bool has_come(int turn) const {
+    return cuda::atomic_ref<int, cuda::thread_scope_device>(*current_).load(cuda::memory_order_acquire) == turn;
+  }
+  CUTLASS_DEVICE void pass(int turn) const {
+    cuda::atomic_ref<int, cuda::thread_scope_device>(*current_).store(turn + 1, cuda::memory_order_release);
+  }
+
+ private:
+  int* current_;
+};
 
 template <class Config>
 CUTLASS_DEVICE void write_dq(BwdKernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx) {
   auto& staged = smem.dq_staged[warpgroup_idx];
   uint32_t phase = 0;
-  auto const add_slice = [&](int64_t part) CUTLASS_LAMBDA_FUNC_INLINE {
-    staged.full.wait(phase);
-    reduce_add(params.dq_accum + part * Config::kDqPart, smem.dq[warpgroup_idx], Config::kDqPart * sizeof(float));
-    cute::tma_store_arrive();
-    cute::tma_store_wait<0>();  // it has been read, not necessarily added
-    staged.empty.arrive();
-    phase ^= 1;
+  bool const deterministic = params.dq_turn != nullptr;
+
+  // The turn is passed on when the tile has been added, not when it has been read. That takes as long as a step, so the
+  // next tile goes out before; but where that one's turn has not come, nobody shall wait for it.
+  int held_part = -1;
+  int held_turn = 0;
+  auto const pass_held = [&](auto still_pending) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (held_part >= 0) {
+      wait_bulk_writes<still_pending>();
+      fence_async_global();
+      Turn(params.dq_turn + held_part).pass(held_turn);
+      held_part = -1;
+    }
   };
 
   TileScheduler scheduler(params.scheduler, blockIdx.x);
@@ -51,23 +60,37 @@ CUTLASS_DEVICE void write_dq(BwdKernelParams const& params, typename Config::Sha
     Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
     CUTLASS_PRAGMA_NO_UNROLL
     while (!steps.done()) {
-      int64_t const column = int64_t(steps.q_tile(tile.batch_idx)) * Config::kConsumerWarpgroups + warpgroup_idx;
-      int const turn = params.causal ? last_key_block(steps.m_block * Config::kTileM, Config::kTileM, Config::kTileN,
-                                                      params.seqlen_q, params.seqlen_k) -
-                                           tile.block
-                                     : tile.block;
-      if (params.dq_turn != nullptr) {
-        wait_turn(params.dq_turn + column, turn);
+      int const part = steps.q_tile(tile.batch_idx) * Config::kConsumerWarpgroups + warpgroup_idx;  // below 2^31
+      int const turn = !params.causal ? tile.block
+                                      : last_key_block(steps.m_block * Config::kTileM, Config::kTileM, Config::kTileN,
+                                                       params.seqlen_q, params.seqlen_k) -
+                                            tile.block;
+      if (deterministic) {
+        if (!Turn(params.dq_turn + part).has_come(turn)) {
+          pass_held(cute::_0{});
+          while (!Turn(params.dq_turn + part).has_come(turn)) {
+          }
+        }
+        fence_async_global();  // what was added before precedes the reductions of this thread
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int slice = 0; slice < Config::kDqSlices; ++slice) {
-        add_slice(column * Config::kDqSlices + slice);
+        staged.full.wait(phase);
+        reduce_add(params.dq_accum + (int64_t(part) * Config::kDqSlices + slice) * Config::kDqPart,
+                   smem.dq[warpgroup_idx], Config::kDqPart * sizeof(float));
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();  // it has been read, not necessarily added
+        staged.empty.arrive();
+        phase ^= 1;
+        pass_held(cute::_1{});
       }
-      if (params.dq_turn != nullptr) {
-        pass_turn(params.dq_turn + column, turn + 1);
+      if (deterministic) {
+        held_part = part;
+        held_turn = turn;
       }
       steps.advance();
     }
+    pass_held(cute::_0{});  // the next tile may wait for one that waits for this
   }
 }
 

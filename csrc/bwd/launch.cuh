@@ -73,15 +73,16 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
   auto* kernel = bwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));
   // CTAs that wait for each other's turn must all be on the GPU: a cooperative launch waits until they can be.
-  cudaLaunchAttribute cooperative{.id = cudaLaunchAttributeCooperative, .val = {.cooperative = 1}};
-  cudaLaunchConfig_t const config{
-      .gridDim = dim3(kernel_params.scheduler.num_ctas),
-      .blockDim = dim3(Config::kNumThreads),
-      .dynamicSmemBytes = Config::kSmemBytes,
-      .stream = stream,
-      .attrs = &cooperative,
-      .numAttrs = params.deterministic ? 1u : 0u,
-  };
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kernel_params.scheduler.num_ctas);
+  config.blockDim = dim3(Config::kNumThreads);
+  config.dynamicSmemBytes = Config::kSmemBytes;
+  config.stream = stream;
+  config.attrs = &cooperative;
+  config.numAttrs = params.deterministic ? 1 : 0;
   FA3_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, kernel_params));
   bwd_postprocess_kernel<Element, Config::kHeadDim, Config::kDqColumns>
       <<<static_cast<unsigned>(num_q_tiles), kPostprocessThreads, 0, stream>>>(params, num_m_blocks);

@@ -21,24 +21,16 @@ struct QueryVector {
   CUTLASS_DEVICE float operator()(int column) const { return column % 2 ? values[column / 2].y : values[column / 2].x; }
 };
 
-// P^T of a tile of S^T: scores become exp2(score * scale_log2 - lse_log2). `lse` is the step's lse in shared memory.
-template <int kTileM, class Scores>
-CUTLASS_DEVICE void exponentials(Scores& scores, float const* lse, float scale_log2) {
-  QueryVector<kTileM> const lse_log2(lse);
+// P^T of a tile of S^T: scores become exp2(score * scale_log2 - lse_log2).
+template <class Scores, int kTileM>
+CUTLASS_DEVICE void exponentials(Scores& scores, QueryVector<kTileM> const& lse_log2, float scale_log2) {
   auto s = rows_and_columns(scores);
-  auto const for_each = [&](auto limit) CUTLASS_LAMBDA_FUNC_INLINE {
+  CUTLASS_PRAGMA_UNROLL
+  for (int c = 0; c < decltype(cute::size<1>(s))::value; ++c) {
     CUTLASS_PRAGMA_UNROLL
-    for (int c = 0; c < decltype(cute::size<1>(s))::value; ++c) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        s(i, c) = exp2_approx(limit(fmaf(s(i, c), scale_log2, -lse_log2(c))));
-      }
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      s(i, c) = exp2_approx(fmaf(s(i, c), scale_log2, -lse_log2(c)));
     }
-  };
-  if (lse[kTileM] == 0.f) {
-    for_each([](float x) CUTLASS_LAMBDA_FUNC_INLINE { return x; });
-  } else {
-    for_each([](float x) CUTLASS_LAMBDA_FUNC_INLINE { return x > 0.f ? 0.f : x; });  // NaN stays NaN
   }
 }
 

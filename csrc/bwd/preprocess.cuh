@@ -5,12 +5,12 @@
 
 #include <cutlass/numeric_conversion.h>
 
-#include "common/softmax.cuh"
 #include "params.h"
 
 namespace fa3 {
 
 constexpr int kPreprocessThreads = 256;
+constexpr float kLargestLse = 4194304.f;  // 2^22
 
 // One CTA per tile of kTileM query rows of one head. A row is read by kHeadDim / 8 neighbouring threads (a power of two
 // of them), 16 bytes each.
@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   };
   int const column = threadIdx.x % kThreadsPerRow * 8;
 
-  bool has_large = false;
   CUTLASS_PRAGMA_UNROLL
   for (int pass = 0; pass < kTileM / kRowsPerPass; ++pass) {
     int const row_in_tile = pass * kRowsPerPass + threadIdx.x / kThreadsPerRow;
@@ -60,22 +59,19 @@ __global__ void __launch_bounds__(kPreprocessThreads)
         float const lse = params.lse[index];
         if (lse != -INFINITY) {
           lse_log2 = lse * 1.44269504088896340736f;  // log2(e)
+          // P is at most 1, but the roundings of lse and of the scores, half an ulp of lse each, could make it up to
+          // exp2(|lse| / 2^22). Where that is more than 2 it would soon be infinite; there P is made too small instead.
+          if (fabsf(lse_log2) > kLargestLse) {
+            lse_log2 += fabsf(lse_log2) / kLargestLse;
+          }
           sum -= params.dlse == nullptr ? 0.f : params.dlse[index];
         } else {
           sum = 0.f;
         }
       }
-      has_large |= fabsf(lse_log2) > kLargestFusedScore && lse_log2 != INFINITY;
-      params.lse_log2[tile * (kTileM + kLseFlagFloats) + row_in_tile] = lse_log2;
+      params.lse_log2[tile * kTileM + row_in_tile] = lse_log2;
       params.dsum[tile * kTileM + row_in_tile] = sum;
     }
-  }
-
-  // P = exp2(S - lse) is at most 1, but a large lse is rounded so much that it could exceed that by far: such tiles are
-  // marked, and their P is limited.
-  has_large = __syncthreads_or(has_large);
-  if (threadIdx.x < kLseFlagFloats) {
-    params.lse_log2[tile * (kTileM + kLseFlagFloats) + kTileM + threadIdx.x] = has_large ? 1.f : 0.f;
   }
 
   auto* dq = reinterpret_cast<float4*>(params.dq_accum + tile * kTileM * kHeadDim);

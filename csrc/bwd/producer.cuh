@@ -32,19 +32,19 @@ CUTLASS_DEVICE void produce(BwdKernelParams const& params, typename Config::Shar
       int const row = steps.m_block * Config::kTileM;
       int64_t const q_tile = steps.q_tile(tile.batch_idx);
 
-      uint64_t* barrier = smem.pipeline_q.acquire(q_state, Config::kBytesQ + Config::kBytesLse);
+      uint64_t* barrier = smem.pipeline_q.acquire(q_state, Config::kBytesQ + Config::kBytesVector);
       load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(
           params.q, barrier, CacheHint::EVICT_LAST, smem.q[q_state.stage], row, steps.head_idx, tile.batch_idx);
-      cute::SM90_BULK_COPY_G2S::copy(params.lse_log2 + q_tile * Config::kLseFloats, barrier,
-                                     smem.lse_log2[q_state.stage], Config::kBytesLse);
+      cute::SM90_BULK_COPY_G2S::copy(params.lse_log2 + q_tile * Config::kTileM, barrier, smem.lse_log2[q_state.stage],
+                                     Config::kBytesVector);
       q_state.advance();
 
-      barrier = smem.pipeline_dout.acquire(dout_state, Config::kBytesQ + Config::kBytesDsum);
+      barrier = smem.pipeline_dout.acquire(dout_state, Config::kBytesQ + Config::kBytesVector);
       load_tile<Config::kTileM, Config::kHeadDim, Config::kSlabColumns>(params.dout, barrier, CacheHint::EVICT_LAST,
                                                                         smem.dout[dout_state.stage], row,
                                                                         steps.head_idx, tile.batch_idx);
       cute::SM90_BULK_COPY_G2S::copy(params.dsum + q_tile * Config::kTileM, barrier, smem.dsum[dout_state.stage],
-                                     Config::kBytesDsum);
+                                     Config::kBytesVector);
       dout_state.advance();
       steps.advance();
     };

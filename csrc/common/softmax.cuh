@@ -37,9 +37,6 @@ CUTLASS_DEVICE void rescale(Accumulator& accumulator, float const (&factor)[kRow
   }
 }
 
-// Up to here half an ulp is 2^-8 in the exponent.
-constexpr float kLargestFusedScore = 65536.f;
-
 struct OnlineSoftmax {
   float row_max[kRowsPerThread];  // of the raw scores
   float row_sum[kRowsPerThread];  // this thread's columns only, until finish()
@@ -115,6 +112,9 @@ struct OnlineSoftmax {
       lse[i] = sum == 0.f ? -INFINITY : row_max[i] * softmax_scale + __logf(sum);
     }
   }
+
+ private:
+  static constexpr float kLargestFusedScore = 65536.f;  // half an ulp is 2^-8 in the exponent
 };
 
 }  // namespace fa3
