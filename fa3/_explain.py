@@ -24,10 +24,12 @@ class Explanation:
     """"hopper": the compiled kernels; "sdpa-cpu": torch's CPU attention; "portable": tiles in plain PyTorch;
     "refused": the call raises."""
     backward: str | None
-    """The path of the gradients: "portable", or None if the call raises."""
+    """The path of the gradients: "hopper" or "portable"; "refused": only the backward raises; None: the call does."""
     reasons: list[str]
     kernel: dict[str, Any] | None = None
     """Hopper: the row of the kernel table (see `python -m fa3`) that runs."""
+    backward_kernel: dict[str, Any] | None = None
+    """Hopper: the row of the kernel table that the backward runs."""
     tile: tuple[int, int] | None = None
     """(queries, keys) per step."""
     num_m_blocks: int | None = None
@@ -37,15 +39,15 @@ class Explanation:
     grid: int | None = None
     """Hopper: CTAs launched. They are persistent: min(multiprocessors, num_tiles)."""
     copies: list[str] = field(default_factory=list)
-    """Hopper: the inputs that TMA cannot address, which are copied first."""
+    """Hopper: the inputs that TMA cannot address, which are copied first, in the backward again."""
 
     def __str__(self) -> str:
         rows = [("path", self.path), ("backward", self.backward)]
-        if self.kernel is not None:
-            facts = {key: value for key, value in self.kernel.items() if key not in ("name", "symbol")}
-            rows.append(("kernel", self.kernel["name"]))
+        for kernel in filter(None, (self.kernel, self.backward_kernel)):
+            facts = {key: value for key, value in kernel.items() if key not in ("name", "symbol")}
+            rows.append(("kernel", kernel["name"]))
             rows.append(("", ", ".join(f"{key} {value}" for key, value in facts.items())))
-            rows.append(("symbol", self.kernel.get("symbol")))
+            rows.append(("symbol", kernel.get("symbol")))
         rows += [("tile", self.tile and f"{self.tile[0]} queries x {self.tile[1]} keys")]
         if self.grid is not None:
             work = f"{self.num_tiles} tiles ({self.num_m_blocks} per batch and head)"
@@ -76,11 +78,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explana
     return _explain_hopper(q, k, v, causal)
 
 
-def _selected_row(dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool) -> int:
-    """Row of the kernel table that the library takes for a forward, or -1 if it has none."""
-    select = ctypes.CDLL(str(_library.LIBRARY)).fa3_select_fwd_kernel
-    select.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_bool)
-    return select(int(dtype == torch.bfloat16), head_dim, seqlen_k, causal)
+def _selected_rows(dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool) -> tuple[int, int]:
+    """Rows of the kernel table that the library takes for a forward and its backward, each -1 if it has none."""
+    library = ctypes.CDLL(str(_library.LIBRARY))
+    dtype_code = ctypes.c_int(dtype == torch.bfloat16)
+    return (
+        library.fa3_select_fwd_kernel(dtype_code, head_dim, seqlen_k, ctypes.c_bool(causal)),
+        library.fa3_select_bwd_kernel(dtype_code, head_dim),
+    )
 
 
 def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
@@ -99,25 +104,32 @@ def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
 
 def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Explanation:
     batch, seqlen_q, num_heads_q, head_dim = q.shape
-    backward = "there is no Hopper backward yet: gradients run in tiles of plain PyTorch on the same device"
+    row, backward_row = _selected_rows(q.dtype, head_dim, k.shape[1], causal)
+    without_kernel = f"this build has no {{}} kernel for head_dim {head_dim} in {q.dtype}"
+    if row < 0:
+        return Explanation("refused", None, [without_kernel.format("forward")])
+    backward = "hopper" if backward_row >= 0 else "refused"
     if q.numel() == 0 or k.numel() == 0:
         nothing = "no row has a key: out 0 and lse -inf are written without a kernel" if q.numel() else "out is empty"
-        return Explanation("hopper", "portable", [nothing, backward])
-    row = _selected_row(q.dtype, head_dim, k.shape[1], causal)
-    if row < 0:
-        return Explanation("refused", None, [f"this build has no kernel for head_dim {head_dim} in {q.dtype}"])
+        return Explanation("hopper", backward, [nothing])
     kernel = _library.kernel_table()[row]
+    backward_kernel = _library.kernel_table()[backward_row] if backward_row >= 0 else None
     reasons = [f"{q.device} is {torch.cuda.get_device_name(q.device)}, and the kernels are loaded"]
     if kernel["head_dim"] != head_dim:
         reasons.append(f"head_dim {head_dim} runs as {kernel['head_dim']}, the next size built; TMA fills with zeros")
-    reasons.append(backward)
+    if backward_kernel is None:
+        reasons.append(without_kernel.format("backward"))
+    else:
+        tile = f"{backward_kernel['tile_m']} queries x {backward_kernel['tile_n']} keys"
+        reasons.append(f"the backward recomputes P from lse in tiles of {tile}, head_dim {backward_kernel['head_dim']}")
     num_m_blocks = -(-seqlen_q // kernel["tile_m"])
     num_tiles = num_m_blocks * batch * num_heads_q
     return Explanation(
         path="hopper",
-        backward="portable",
+        backward=backward,
         reasons=reasons,
         kernel=kernel,
+        backward_kernel=backward_kernel,
         tile=(kernel["tile_m"], kernel["tile_n"]),
         num_m_blocks=num_m_blocks,
         num_tiles=num_tiles,

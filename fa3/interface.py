@@ -70,8 +70,11 @@ def flash_attn_func(
         softcap: must be 0.0 (none); not implemented.
         num_splits: 1, or 0 for a heuristic, which takes 1. More splits of the keys are not implemented.
         pack_gqa: how the kernel lays out grouped heads. It has one layout, and no choice here changes the result.
-        deterministic: whether the gradients are to be equal from run to run. They are (on the GPU as far as cuBLAS is:
-            with several streams at work it asks for CUBLAS_WORKSPACE_CONFIG=:4096:8).
+        deterministic: True makes every gradient equal from run to run, to the bit. dk and dv always are. The Hopper
+            kernels sum dq over blocks of keys in the order in which these finish, so that its last bits may differ;
+            with True the blocks take turns in a fixed order, which costs some speed. True too where
+            torch.use_deterministic_algorithms(True) is set. Plain PyTorch sums in a fixed order in any case (on a GPU
+            as far as cuBLAS does: with several streams at work it asks for CUBLAS_WORKSPACE_CONFIG=:4096:8).
         sm_margin: must be 0; leaving multiprocessors free is not implemented.
         return_attn_probs: True returns lse as well. (The name is upstream's; probabilities are never returned.)
         return_lse: the same under a clearer name.
@@ -83,7 +86,14 @@ def flash_attn_func(
 
         A row that sees no key (causal with seqlen_q > seqlen_k, or seqlen_k = 0) has out 0 and lse -inf, gets dq 0, and
         adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine. NaN in v at a key that causal
-        hides may reach rows that share a block of keys with it (0 x NaN), as in a matrix product with P.
+        hides may reach rows that share a block of keys with it (0 x NaN), as in a matrix product with P; so may NaN in
+        q or in the gradient of out reach dk and dv of hidden keys, and NaN in k reach dq.
+
+    Memory: nothing grows with seqlen_q x seqlen_k. For the backward, q, k, v, out and lse are kept. On the Hopper
+    kernels it needs, while it runs, a float32 accumulator of dq, batch x num_heads_q x seqlen_q x head_dim with
+    seqlen_q rounded up to a tile and head_dim to the kernel's, two float32 per query and head, and where deterministic
+    a few integers per tile. dk and dv of the query heads that share a KV head are summed in registers. An input that
+    TMA cannot address is copied (`explain` says which), and so is such a gradient of out.
 
     Raises:
         TypeError: an argument of the wrong type, or q, k and v of different or non-floating dtypes.
@@ -104,8 +114,9 @@ def flash_attn_func(
             " (the fourth argument is softmax_scale: there is no dropout_p)" if softmax_scale == 0 else ""
         )
         raise _error(ValueError, "softmax_scale", "be from 1e-37 to 1e38", softmax_scale, remedy)
-    if not isinstance(causal, bool):
-        raise _error(TypeError, "causal", "be a bool", type(causal).__name__)
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise _error(TypeError, name, "be a bool", type(flag).__name__)
     for name, x in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
             raise _error(NotImplementedError, name, "be None", type(x).__name__)
@@ -119,13 +130,14 @@ def flash_attn_func(
         raise _error(NotImplementedError, "sm_margin", "be 0", sm_margin)
     causal = _resolve_window(window_size, causal, q.shape[1], k.shape[1])
     causal = causal and q.shape[1] > 1  # a single query sees every key
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
 
     path = choose_path(q.device)
     if path == "hopper":
         check_kernel_dtype(q)
-        out, lse = ops.fwd(q, k, v, softmax_scale, causal)
+        out, lse = ops.fwd(q, k, v, softmax_scale, causal, deterministic)
     else:
-        out, lse = ops.portable_fwd(q, k, v, softmax_scale, causal)
+        out, lse = ops.portable_fwd(q, k, v, softmax_scale, causal, deterministic)
     return (out, lse) if return_attn_probs or return_lse else out
 
 

@@ -1,11 +1,11 @@
 """The operators in namespace fa3: schemas, shape-only (fake) implementations, autograd and FLOP formulas.
 
-    fwd           Hopper kernels; schema and implementation are in the compiled library (csrc/api.cpp)
-    portable_fwd  plain PyTorch, any device
-    portable_bwd  plain PyTorch, any device; the backward of both
+    fwd, bwd                    Hopper kernels; schemas and implementations are in the compiled library (csrc/api.cpp)
+    portable_fwd, portable_bwd  plain PyTorch, any device
 
-All are functional: outputs are new tensors. Shapes: q and out (b, sq, h, d), k and v
-(b, sk, hk, d), lse (b, h, sq).
+All are functional: outputs are new tensors. Shapes: q and out (b, sq, h, d), k and v (b, sk, hk, d), lse (b, h, sq).
+A backward runs where its forward ran. `deterministic` is for the backward: the forward hands it on, and is bit-equal
+from run to run in any case.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch.utils import flop_counter
 
 from fa3 import _library, portable
 
-_FORWARD_SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor out, Tensor lse)"
-_BACKWARD_SCHEMA = (
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
-    "bool causal) -> (Tensor dq, Tensor dk, Tensor dv)"
-)
-
 _definitions = torch.library.Library("fa3", "FRAGMENT")
-_definitions.define("portable_fwd" + _FORWARD_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
-_definitions.define("portable_bwd" + _BACKWARD_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
+_definitions.define(
+    "portable_fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False) "
+    "-> (Tensor out, Tensor lse)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_definitions.define(
+    "portable_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float softmax_scale, bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 _definitions.impl("portable_fwd", portable.forward, "CompositeExplicitAutograd")
 _definitions.impl("portable_bwd", portable.backward, "CompositeExplicitAutograd")
 
@@ -34,9 +36,15 @@ portable_fwd = torch.ops.fa3.portable_fwd.default
 portable_bwd = torch.ops.fa3.portable_bwd.default
 # None where the library is not loaded.
 fwd = torch.ops.fa3.fwd.default if _library.is_loaded() else None
+bwd = torch.ops.fa3.bwd.default if _library.is_loaded() else None
+
+# Forward and backward ops of each path.
+_PATHS = [(portable_fwd, portable_bwd)] + ([(fwd, bwd)] if _library.is_loaded() else [])
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, num_heads_q, _ = q.shape
     out = q.new_empty((batch, seqlen_q, num_heads_q, v.shape[3]))
     return out, q.new_empty((batch, num_heads_q, seqlen_q), dtype=portable.accumulate_dtype(q.dtype))
@@ -52,35 +60,44 @@ def _fake_backward(
     lse: Tensor,
     softmax_scale: float,
     causal: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal = inputs
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.set_materialize_grads(False)  # a missing gradient of lse costs nothing
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-    q, k, v, out, lse = ctx.saved_tensors
-    if dout is None:
-        if dlse is None:
-            return None, None, None, None, None
-        dout = torch.zeros_like(out)
-    return *portable_bwd(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal), None, None
+def _backward_with(op: torch._ops.OpOverload):
+    """The backward of the forward whose gradients `op` computes."""
+
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            if dlse is None:
+                return None, None, None, None, None, None
+            dout = torch.zeros_like(out)
+        grads = op(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+        return *grads, None, None, None
+
+    return backward
 
 
 def _refuse_second_backward(ctx, *grads):
     raise NotImplementedError("flash_attn_func: second derivatives are not implemented (create_graph=True)")
 
 
-torch.library.register_fake("fa3::portable_bwd", _fake_backward, lib=_definitions)
-torch.library.register_autograd("fa3::portable_bwd", _refuse_second_backward, lib=_definitions)
-for _name in ("portable_fwd", "fwd") if _library.is_loaded() else ("portable_fwd",):
-    torch.library.register_fake(f"fa3::{_name}", _fake_forward, lib=_definitions)
-    torch.library.register_autograd(f"fa3::{_name}", _backward, setup_context=_save_for_backward, lib=_definitions)
+for _forward, _backward in _PATHS:
+    torch.library.register_fake(_forward, _fake_forward, lib=_definitions)
+    torch.library.register_fake(_backward, _fake_backward, lib=_definitions)
+    torch.library.register_autograd(
+        _forward, _backward_with(_backward), setup_context=_save_for_backward, lib=_definitions
+    )
+    torch.library.register_autograd(_backward, _refuse_second_backward, lib=_definitions)
 
 
 def checkpoint_save_ops() -> list[torch._ops.OpOverload]:
@@ -90,7 +107,7 @@ def checkpoint_save_ops() -> list[torch._ops.OpOverload]:
     >>> keep = functools.partial(checkpoint.create_selective_checkpoint_contexts, fa3.checkpoint_save_ops())
     >>> checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep)
     """
-    return [portable_fwd] if fwd is None else [portable_fwd, fwd]
+    return [forward for forward, _ in _PATHS]
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> int:
@@ -118,5 +135,6 @@ def backward_flops(
     return 2 * pairs * (3 * head_dim + 2 * v_shape[3])
 
 
-flop_counter.register_flop_formula([op.overloadpacket for op in checkpoint_save_ops()])(forward_flops)
-flop_counter.register_flop_formula(portable_bwd.overloadpacket)(backward_flops)
+for _forward, _backward in _PATHS:
+    flop_counter.register_flop_formula(_forward.overloadpacket)(forward_flops)
+    flop_counter.register_flop_formula(_backward.overloadpacket)(backward_flops)

@@ -33,9 +33,17 @@ def sdpa_covers(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (b, sq, h, d), k and v (b, sk, hk, d) -> contiguous out (b, sq, h, d) and lse (b, h, sq)."""
+    """q (b, sq, h, d), k and v (b, sk, hk, d) -> contiguous out (b, sq, h, d) and lse (b, h, sq).
+
+    `deterministic` changes nothing, here and in `backward`: every sum has a fixed order.
+    """
     if sdpa_covers(q, k, causal):
         return _sdpa_forward(q, k, v, softmax_scale, causal)
     return tiled_forward(q, k, v, softmax_scale, causal)
@@ -227,6 +235,7 @@ def backward(
     lse: torch.Tensor,
     softmax_scale: float,
     causal: bool,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Contiguous dq, dk, dv of a forward on any path. dout may have any strides; dlse of None means zero.
 

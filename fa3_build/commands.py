@@ -197,14 +197,16 @@ def shorten(lines: Iterable[str]) -> Iterator[str]:
 
 def build_report(plan: Plan, logs: list[str]) -> dict[str, Any]:
     """What was built and what ptxas said of it. Names no folder of the machine that built it."""
+    kernels = [{"name": Path(_source(log)).stem} | kernel for log in logs for kernel in parse_kernels(log)]
     return {
         "built": plan.build,
         "reason": plan.reason,
         "nvcc": plan.toolkit.version if plan.toolkit else None,
         "torch_headers": plan.torch_version,
         "cutlass": plan.cutlass_version,
-        # One kernel per file, known by the file's name.
-        "kernels": [{"name": Path(_source(log)).stem} | kernel for log in logs for kernel in parse_kernels(log)],
+        # A file has one main kernel, known by the file's name. What the backward runs before and after it is a helper.
+        "kernels": [kernel for kernel in kernels if _is_main(kernel)],
+        "helper_kernels": [kernel for kernel in kernels if not _is_main(kernel)],
         "ptxas_messages": [message for log in logs for message in parse_messages(log)],
         "seconds": dict(_seconds(log) for log in logs),
     }
@@ -213,6 +215,11 @@ def build_report(plan: Plan, logs: list[str]) -> dict[str, Any]:
 def write_report(package: Path, report: dict[str, Any]) -> None:
     package.mkdir(parents=True, exist_ok=True)
     (package / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _is_main(kernel: dict[str, Any]) -> bool:
+    """Whether it is the function fwd_kernel of a file fwd_*.cu, or bwd_kernel of a file bwd_*.cu."""
+    return f"{kernel['name'].split('_')[0]}_kernel" in kernel["symbol"]
 
 
 def _seconds(log: str) -> tuple[str, float]:

@@ -21,8 +21,8 @@ from pathlib import Path
 from fa3_build.toolkit import PIP_TOOLKIT, Toolkit, find_toolkits
 
 ROOT = Path(__file__).resolve().parent.parent
-OPS = ("csrc/api.cpp", "csrc/fwd/kernels.cpp")
-KERNELS = ("csrc/fwd/fwd_*.cu",)
+OPS = ("csrc/api.cpp", "csrc/fwd/kernels.cpp", "csrc/bwd/kernels.cpp")
+KERNELS = ("csrc/fwd/fwd_*.cu", "csrc/bwd/bwd_*.cu")
 MINIMUM_CUDA = (12, 5)  # cudaGetDriverEntryPointByVersion
 MINIMUM_TORCH = (2, 10)
 

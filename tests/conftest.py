@@ -57,3 +57,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def gpu() -> torch.device:
     """For tests marked `gpu`: the current CUDA device."""
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def busy_stream(gpu):
+    """Other work that runs beside the test: products of matrices of a few milliseconds each."""
+    stream, x = torch.cuda.Stream(), torch.randn(4096, 4096, device=gpu).bfloat16()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def refill() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                x @ x
+
+    yield refill
+    stream.synchronize()

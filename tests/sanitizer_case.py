@@ -1,29 +1,47 @@
-"""A few small calls that reach every forward kernel, for compute-sanitizer. Run by tests/test_forward_gpu.py."""
+"""A few small calls that reach every kernel, for compute-sanitizer: `sanitizer_case.py forward` or `backward`."""
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import torch
-from tiles import FWD_TILES, UNLIMITED
+from tiles import BWD_HEAD_DIMS, FWD_TILES, UNLIMITED
 
 import fa3
 
 SHAPES = ((130, 200), (100, 70), (70, 1))  # (seqlen_q, seqlen_k): ragged tiles, rows without keys, one key
 
 
-def main() -> None:
-    for tile in FWD_TILES.values():
-        for causal in (False, True):
-            limit = tile.max_seqlen_k(causal)
-            past_limit = ((70, limit + 1),) if limit != UNLIMITED else ()  # for the kernel that takes over there
-            for seqlen_q, seqlen_k in SHAPES + past_limit:
-                # Inputs from the host, so that no kernel runs but ours. Head_dim 8 less than the kernel's, GQA.
-                q = torch.randn(1, seqlen_q, 2, tile.head_dim - 8).bfloat16().cuda()
-                k, v = (torch.randn(1, seqlen_k, 1, tile.head_dim - 8).bfloat16().cuda() for _ in range(2))
-                out, lse = fa3.flash_attn_func(q, k, v, causal=causal, return_lse=True)
-                assert not out.cpu().isnan().any()
-                assert not lse.cpu().isnan().any()
-    print("all calls returned")
+def inputs(seqlen_q: int, seqlen_k: int, head_dim: int) -> list[torch.Tensor]:
+    """From the host, so that no kernel runs but ours. Head_dim 8 less than the kernel's, GQA."""
+    shapes = (1, seqlen_q, 2, head_dim - 8), *((1, seqlen_k, 1, head_dim - 8),) * 2
+    return [torch.randn(shape).bfloat16().cuda() for shape in shapes]
+
+
+def check(*outputs: torch.Tensor) -> None:
+    for x in outputs:
+        assert not x.cpu().isnan().any()
+
+
+def forward() -> None:
+    for tile, causal in itertools.product(FWD_TILES.values(), (False, True)):
+        limit = tile.max_seqlen_k(causal)
+        past_limit = ((70, limit + 1),) if limit != UNLIMITED else ()  # for the kernel that takes over there
+        for seqlen_q, seqlen_k in SHAPES + past_limit:
+            q, k, v = inputs(seqlen_q, seqlen_k, tile.head_dim)
+            check(*fa3.flash_attn_func(q, k, v, causal=causal, return_lse=True))
+
+
+def backward() -> None:
+    flags = (False, True)
+    for head_dim, shape, causal, deterministic in itertools.product(BWD_HEAD_DIMS, SHAPES, flags, flags):
+        leaves = [x.requires_grad_() for x in inputs(*shape, head_dim)]
+        outputs = fa3.flash_attn_func(*leaves, causal=causal, deterministic=deterministic, return_lse=True)
+        output_grads = [torch.randn(x.shape).to(x.dtype).cuda() for x in outputs]
+        check(*torch.autograd.grad(outputs, leaves, output_grads))
 
 
 if __name__ == "__main__":
-    main()
+    {"forward": forward, "backward": backward}[sys.argv[1]]()
+    print("all calls returned")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa3
@@ -121,6 +122,35 @@ def test_nothing_is_saved_without_gradients():
     assert len(saved) == 5  # q, k, v, out, lse
 
 
+class _Deterministic(TorchDispatchMode):
+    """The last argument of each op of fa3 that ran; torch leaves out what equals its default, False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fa3":
+            self.seen[func] = len(args) == len(func._schema.arguments) and args[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("argument", [False, True])
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_deterministic_reaches_the_backward(argument, of_torch):
+    """Asked for by the argument, or by torch's own switch when the forward runs."""
+    q, k, v = (x.requires_grad_() for x in Case().inputs(torch.bfloat16, "cpu"))
+    with _Deterministic() as ops_of_fa3:
+        torch.use_deterministic_algorithms(of_torch)
+        try:
+            out = fa3.flash_attn_func(q, k, v, deterministic=argument)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        out.sum().backward()
+    expected = argument or of_torch
+    assert ops_of_fa3.seen == {ops.portable_fwd: expected, ops.portable_bwd: expected}
+
+
 def test_meta_tensors():
     q, k, v = (x.to("meta") for x in Case(seqlen_k=300).inputs(torch.float16, "cpu"))
     out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
@@ -204,27 +234,37 @@ def test_explain_checks_its_arguments():
 def test_explain_hopper(monkeypatch):
     """The arithmetic of a Hopper call, with a table of kernels and a device that are made up."""
     table = [
-        {"name": f"fwd_{dtype}_hdim{d}", "pass": "fwd", "dtype": dtype, "head_dim": d, "tile_m": 128, "tile_n": n}
-        for dtype in ("bf16", "fp16")
-        for d, n in ((256, 80), (128, 176), (64, 192))
+        {"name": f"{name}_bf16_hdim{d}", "pass": name, "dtype": "bf16", "head_dim": d, "tile_m": m, "tile_n": n}
+        for name, d, m, n in (("fwd", 64, 128, 192), ("fwd", 128, 128, 176), ("bwd", 128, 64, 128))
     ]
     monkeypatch.setattr("fa3._library.kernel_table", lambda: table)
     module = sys.modules["fa3._explain"]
     monkeypatch.setattr(module, "choose_path", lambda device: "hopper")
-    monkeypatch.setattr(module, "_selected_row", lambda dtype, head_dim, seqlen_k, causal: 1 if head_dim <= 128 else -1)
+    rows = {64: (0, -1), 72: (1, 2), 136: (-1, -1)}
+    monkeypatch.setattr(module, "_selected_rows", lambda dtype, head_dim, seqlen_k, causal: rows[head_dim])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     case = Case(seqlen_q=300, num_heads_q=6, head_dim=72, layout="unaligned")
     explanation = fa3.explain(*case.inputs(torch.bfloat16, "cpu"))
-    assert (explanation.path, explanation.backward) == ("hopper", "portable")
+    assert (explanation.path, explanation.backward) == ("hopper", "hopper")
     assert (explanation.kernel, explanation.tile) == (table[1], (128, 176))
+    assert explanation.backward_kernel == table[2]
     assert (explanation.num_m_blocks, explanation.num_tiles, explanation.grid) == (3, 36, 36)
     assert [copy[0] for copy in explanation.copies] == ["q", "k", "v"]
     assert "head_dim 72 runs as 128" in str(explanation)
+    assert "bwd_bf16_hdim128" in str(explanation)
+    assert "in tiles of 64 queries x 128 keys, head_dim 128" in str(explanation)
     assert not fa3.explain(*Case(head_dim=72).inputs(torch.bfloat16, "cpu")).copies
     assert fa3.explain(*Case(head_dim=72).inputs(torch.float32, "cpu")).path == "refused"
-    assert fa3.explain(*Case(head_dim=136).inputs(torch.bfloat16, "cpu")).path == "refused"
+
+    no_backward = fa3.explain(*Case(head_dim=64).inputs(torch.bfloat16, "cpu"))
+    assert (no_backward.path, no_backward.backward, no_backward.backward_kernel) == ("hopper", "refused", None)
+    assert "this build has no backward kernel for head_dim 64" in str(no_backward)
+    nothing = fa3.explain(*Case(head_dim=136).inputs(torch.bfloat16, "cpu"))
+    assert (nothing.path, nothing.backward) == ("refused", None)
+    empty = fa3.explain(*Case(head_dim=72, seqlen_k=0).inputs(torch.bfloat16, "cpu"))
+    assert (empty.path, empty.backward, empty.kernel) == ("hopper", "hopper", None)
 
 
 # --- FLOP counts and imports

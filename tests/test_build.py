@@ -19,10 +19,10 @@ PTXAS_LOG = """\
 fwd_bf16_hdim128.cu, 93.4 s, peak 2.1 GB
 ptxas info    : 11 bytes gmem
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to function \
-call in the function '_ZN3fa33fwdE'
+call in the function '_ZN3fa310fwd_kernelE'
 ptxas /somewhere/tmpxft_01.ptx, line 7; info    : (C7519) warpgroup.arrive is injected in around line 7 by compiler
-ptxas info    : Compiling entry function '_ZN3fa33fwdE' for 'sm_90a'
-ptxas info    : Function properties for _ZN3fa33fwdE
+ptxas info    : Compiling entry function '_ZN3fa310fwd_kernelE' for 'sm_90a'
+ptxas info    : Function properties for _ZN3fa310fwd_kernelE
     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 168 registers, used 6 barriers, 1024 bytes smem
 ptxas info    : Compile time = 3.830 ms
@@ -182,7 +182,7 @@ def test_a_subset_of_kernels_by_part_or_glob(no_compiler, tmp_path):
 def test_ptxas_statistics_of_kernels():
     assert ptxas.parse_kernels(PTXAS_LOG) == [
         {
-            "symbol": "_ZN3fa33fwdE",
+            "symbol": "_ZN3fa310fwd_kernelE",
             "stack_bytes": 16,
             "spill_stores_bytes": 8,
             "spill_loads_bytes": 12,
@@ -223,12 +223,15 @@ def test_report_names_no_folder(tmp_path):
     assert report["built"]
     assert report["reason"] is None
     assert report["seconds"] == {"fwd_bf16_hdim128.cu": 93.4}
+    for key, symbol in (("kernels", "_ZN3fa310fwd_kernelE"), ("helper_kernels", "_ZN3fa35otherE")):
+        assert [(kernel["name"], kernel["symbol"]) for kernel in report[key]] == [("fwd_bf16_hdim128", symbol)]
     assert "/" not in text
 
 
 def test_report_of_a_build_without_kernels():
     report = commands.build_report(plan.Plan(reason="no compiler"), [])
-    assert (report["built"], report["reason"], report["kernels"]) == (False, "no compiler", [])
+    assert (report["built"], report["reason"]) == (False, "no compiler")
+    assert report["kernels"] == report["helper_kernels"] == []
 
 
 def test_the_launcher_keeps_messages_and_time_beside_the_object(tmp_path):

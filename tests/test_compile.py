@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_opcheck_backward(case, with_dlse):
     q, k, v = case.inputs(torch.bfloat16, "cpu")
     dout, dlse = case.output_grads(torch.bfloat16, "cpu")
     out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
-    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, case.causal)
+    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, case.causal, True)
     torch.library.opcheck(ops.portable_bwd, arguments)
 
 
@@ -55,9 +57,9 @@ def test_fake_outputs_are_like_the_real_ones(case):
     q, k, v = case.inputs(torch.bfloat16, "cpu")
     out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
     dout, dlse = case.output_grads(torch.bfloat16, "cpu")
-    arguments = (q, k, v, 0.25, case.causal)
-    grads = ops.portable_bwd(dout, dlse, q, k, v, out, lse, 0.25, case.causal)
-    fakes = ops._fake_forward(*arguments) + ops._fake_backward(dout, dlse, q, k, v, out, lse, 0.25, case.causal)
+    arguments = (dout, dlse, q, k, v, out, lse, 0.25, case.causal, False)
+    grads = ops.portable_bwd(*arguments)
+    fakes = ops._fake_forward(q, k, v, 0.25, case.causal) + ops._fake_backward(*arguments)
     for real, fake in zip((out, lse, *grads), fakes, strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
@@ -72,13 +74,14 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        attended, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        attended, lse = fa3.flash_attn_func(q, k, v, causal=True, deterministic=True, return_lse=True)
         return self.out(attended.flatten(2)) + lse.mean()
 
 
-def train_step(block: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def train_step(block: torch.nn.Module, x: torch.Tensor, call: Callable | None = None) -> list[torch.Tensor]:
+    """Loss and gradients of the block, or of another way to call it."""
     block.zero_grad()
-    loss = block(x).square().mean()
+    loss = (call or block)(x).square().mean()
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in block.parameters())]
 
@@ -150,14 +153,45 @@ def test_other_lengths_do_not_recompile(causal, needs_grad):
     assert counter.frame_count <= 2
 
 
-class _Count(TorchDispatchMode):
+def test_torchs_deterministic_switch_is_a_guard():
+    """A compiled function follows torch.use_deterministic_algorithms."""
+    q, k, v = Case(seqlen_q=9, seqlen_k=9, head_dim=8).inputs(torch.float32, "cpu")
+    seen = []
+
+    def backend(module, inputs):
+        seen.extend(node.args[-1] for node in module.graph.nodes if node.target is ops.portable_fwd)
+        return module
+
+    compiled = torch.compile(fa3.flash_attn_func, fullgraph=True, backend=backend)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            compiled(q, k, v)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+class Calls(TorchDispatchMode):
+    """How often each op of fa3 ran."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.forwards = 0
+        self.count = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forwards += func is ops.portable_fwd
+        if func.namespace == "fa3":
+            self.count[func] += 1
         return func(*args, **(kwargs or {}))
+
+
+def checkpointed_train_step(block: torch.nn.Module, x: torch.Tensor, saves: bool) -> list[torch.Tensor]:
+    """train_step under activation checkpointing, with or without fa3.checkpoint_save_ops()."""
+    options = {}
+    if saves:
+        save_ops = fa3.checkpoint_save_ops()
+        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, save_ops)
+    return train_step(block, x, functools.partial(checkpoint.checkpoint, block, use_reentrant=False, **options))
 
 
 @pytest.mark.parametrize(("saves", "forwards"), [(False, 2), (True, 1)])
@@ -165,16 +199,10 @@ def test_activation_checkpointing(saves, forwards):
     """checkpoint_save_ops keeps the attention from being computed again; the gradients are the same to the bit."""
     block, x = Block(), torch.randn(2, 40, 64)
     expected = train_step(block, x)
-    options = {}
-    if saves:
-        save_ops = fa3.checkpoint_save_ops()
-        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, save_ops)
-    with _Count() as count:
-        block.zero_grad()
-        loss = checkpoint.checkpoint(block, x, use_reentrant=False, **options).square().mean()
-        loss.backward()
-    assert count.forwards == forwards
-    for a, b in zip([loss, *(p.grad for p in block.parameters())], expected, strict=True):
+    with Calls() as calls:
+        got = checkpointed_train_step(block, x, saves)
+    assert calls.count == {ops.portable_fwd: forwards, ops.portable_bwd: 1}
+    for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
 
 

@@ -149,9 +149,10 @@ def test_dropout_in_the_place_of_softmax_scale():
         fa3.flash_attn_func(*tensors().values(), 0.0, None, True)
 
 
+@pytest.mark.parametrize("name", ["causal", "deterministic"])
 @pytest.mark.parametrize("value", [None, 1, 0.125])
-def test_causal(value):
-    raises(TypeError, f"causal must be a bool, got {type(value).__name__}", causal=value)
+def test_flags(value, name):
+    raises(TypeError, f"{name} must be a bool, got {type(value).__name__}", **{name: value})
 
 
 @pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])

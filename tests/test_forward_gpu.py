@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import random
-import subprocess
-import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import reference
 import torch
-from cases import CASES, HALF_DTYPES, RECTANGULAR, SQUARE, STRIDED, Case, draw, fa3_with_lse, ids
+from cases import CASES, HALF_DTYPES, STRIDED, Case, draw, fa3_with_lse, ids
 from compare import check_close, check_results
-from cuda_tools import find_tool
-from test_compile import Block, train_step
+from gpu_helpers import (
+    FAR,
+    check_equal,
+    far_apart,
+    in_nan,
+    needs_memory,
+    offset_by_one,
+    packed,
+    run_sanitizer,
+    wider_by_four,
+)
 from tiles import FWD_TILES, HEAD_DIMS, UNLIMITED, FwdTile, tile_for
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import checkpoint
 
 import fa3
 from fa3 import _library, ops
@@ -88,15 +91,6 @@ def check_case(case: Case, dtype: torch.dtype, device: torch.device, **options) 
     torch.testing.assert_close(got.lse.double(), truth.lse, rtol=1e-5, atol=2e-4)
 
 
-def check_equal(got: reference.Results, expected: reference.Results, note: str = "") -> None:
-    for name, x in got.items():
-        assert torch.equal(x, getattr(expected, name)), f"{name} differs {note}"
-
-
-def packed(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-
-
 # --- values
 
 
@@ -147,13 +141,6 @@ def test_rms_error_is_no_worse_than_flash_attention_2s(head_dim, seqlen, causal,
 # --- memory around the inputs and outputs
 
 
-def in_nan(x: torch.Tensor) -> torch.Tensor:
-    """x as a slice, in every dimension, of a larger buffer of NaN. TMA can address it."""
-    batch, seqlen, num_heads, head_dim = x.shape
-    buffer = x.new_full((batch + 2, seqlen + 200, num_heads + 2, head_dim + 72), math.nan)
-    return buffer[1:-1, 100:-100, 1:-1, 8:-64].copy_(x)
-
-
 @pytest.mark.parametrize("case", (*ONE_PER_KERNEL, *(c for c in CASES if c.head_dim == 40)), **ids)
 def test_nan_around_the_inputs_changes_nothing(case, gpu):
     q, k, v = case.inputs(torch.bfloat16, gpu)
@@ -199,16 +186,6 @@ def test_strides_do_not_change_results(case, gpu):
     check_equal(forward(q, k, v, causal=case.causal), forward(*packed(q, k, v), causal=case.causal))
 
 
-def offset_by_one(x: torch.Tensor) -> torch.Tensor:
-    """The same strides from a base that is not 16-byte aligned."""
-    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
-
-
-def wider_by_four(x: torch.Tensor) -> torch.Tensor:
-    """An aligned base, and strides of 8 bytes more than a multiple of 16."""
-    return x.new_empty(*x.shape[:2], x.shape[2] * x.shape[3] + 4)[..., :-4].unflatten(2, x.shape[2:]).copy_(x)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("view", "is_copied"),
@@ -250,28 +227,9 @@ def test_one_query_is_causal_or_not(gpu):
     assert fa3.explain(q, k, v, causal=True).kernel == fa3.explain(q, k, v, causal=False).kernel
 
 
-FAR = 2**31  # elements
-
-
-def needs_memory(gib: int) -> None:
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    if free < gib << 30:
-        pytest.skip(f"needs {gib} GiB of GPU memory, and {free >> 30} are free")
-
-
-def test_strides_beyond_32_bits(gpu):
-    """One buffer of NaN holds all three inputs: batches of q, heads of k, and rows of v are far apart."""
+def test_strides_beyond_32_bits():
     needs_memory(6)
-    batch, seqlen, num_heads, head_dim = shape = (2, 130, 2, 64)
-    buffer = torch.full((FAR + FAR // 32,), math.nan, dtype=torch.bfloat16, device=gpu)
-    vector = num_heads * head_dim
-    inputs = [
-        buffer.as_strided(shape, (FAR, vector, head_dim, 1), 0),
-        buffer.as_strided(shape, (seqlen * head_dim, head_dim, FAR, 1), seqlen * vector),
-        buffer.as_strided(shape, (vector, FAR // 128, head_dim, 1), 2 * seqlen * vector + batch * seqlen * vector),
-    ]
-    for x in inputs:
-        x.copy_(torch.randn(shape))
+    inputs = far_apart()[:3]
     assert not fa3.explain(*inputs).copies
     for causal in (False, True):
         got = forward(*inputs, causal=causal)
@@ -359,21 +317,6 @@ def test_nan_propagates_to_the_rows_that_see_it(causal, where, gpu):
 # --- repeats, streams, graphs, devices
 
 
-@pytest.fixture
-def busy_stream(gpu):
-    """Other work that runs beside the test: products of matrices of a few milliseconds each."""
-    stream, x = torch.cuda.Stream(), torch.randn(4096, 4096, device=gpu).bfloat16()
-    stream.wait_stream(torch.cuda.current_stream())
-
-    def refill() -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(4):
-                x @ x
-
-    yield refill
-    stream.synchronize()
-
-
 @pytest.mark.parametrize("case", ONE_PER_KERNEL, **ids)
 def test_repeats_are_bit_equal(case, gpu, busy_stream):
     q, k, v = case.inputs(torch.bfloat16, gpu)
@@ -451,53 +394,13 @@ def test_no_call_waits_for_the_gpu(gpu):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# --- autograd and torch.compile; the backward of the kernels is the portable one
-
-GRADIENTS = [
-    *SQUARE[2:4],
-    *RECTANGULAR[-4:],
-    *STRIDED[:2],
-    *(replace(case, seqlen_q=150) for case in ONE_PER_KERNEL[-2:]),
-    Case(1, 300, 700, 8, 2, 128, True),
-    Case(seqlen_k=0),
-]
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES, **ids)
-@pytest.mark.parametrize("case", GRADIENTS, **ids)
-def test_gradients(case, dtype, gpu):
-    """With a loss on out and on lse."""
-    q, k, v = case.inputs(dtype, gpu)
-    dout, dlse = case.output_grads(dtype, gpu)
-    options = {"causal": case.causal, "dout": dout, "dlse": dlse}
-    got = reference.run(fa3_with_lse, q, k, v, **options)
-    check_equal(reference.Results(got.out, got.lse), forward(q, k, v, causal=case.causal))
-    truth, baseline = (f(q, k, v, **options) for f in (reference.truth, reference.baseline))
-    check_results(got, truth, baseline, rms=True)
+# --- torch.compile
 
 
 @pytest.mark.parametrize("case", [*ONE_PER_KERNEL[:2], *STRIDED[:2], Case(seqlen_k=0)], **ids)
 def test_opcheck(case, gpu):
     inputs = [x.detach().requires_grad_() for x in case.inputs(torch.bfloat16, gpu)]
-    torch.library.opcheck(ops.fwd, (*inputs, 0.25, case.causal))
-
-
-@pytest.fixture
-def block(gpu) -> torch.nn.Module:
-    return Block().to(gpu, torch.bfloat16)
-
-
-@pytest.fixture
-def tokens(gpu) -> torch.Tensor:
-    return torch.randn(2, 200, 64, device=gpu).bfloat16()
-
-
-def test_compiled_train_step(block, tokens):
-    torch._dynamo.reset()
-    expected = train_step(block, tokens)
-    got = train_step(torch.compile(block, fullgraph=True), tokens)
-    for a, b in zip(got, expected, strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm()  # the compiler fuses bfloat16 operations, and rounds less often
+    torch.library.opcheck(ops.fwd, (*inputs, 0.25, case.causal, True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -507,20 +410,6 @@ def test_compiled_forward(causal, gpu):
     for seqlen_q, seqlen_k in ((100, 200), (300, 130), (65, 64)):
         q, k, v = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=4).inputs(torch.bfloat16, gpu)
         check_equal(reference.Results(*compiled(q, k, v)), forward(q, k, v, causal=causal))
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_activation_checkpointing(saves, block, tokens):
-    expected = train_step(block, tokens)
-    options = {}
-    if saves:
-        save_ops = fa3.checkpoint_save_ops()
-        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, save_ops)
-    block.zero_grad()
-    loss = checkpoint.checkpoint(block, tokens, use_reentrant=False, **options).square().mean()
-    loss.backward()
-    for a, b in zip([loss, *(p.grad for p in block.parameters())], expected, strict=True):
-        assert torch.equal(a, b)
 
 
 # --- drawn at random, and under compute-sanitizer
@@ -539,17 +428,4 @@ def test_randomised(seed, gpu):
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    sanitizer = find_tool("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer was not found")
-    script = Path(__file__).with_name("sanitizer_case.py")
-    environment = {"PYTHONPATH": str(script.parent.parent), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = ["--tool", tool, "--error-exitcode", "1"]
-    if tool == "memcheck":
-        options += ["--report-api-errors", "no"]  # torch asks the driver for what it may not have
-    command = [sanitizer, *options, sys.executable, str(script)]
-    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=180)
-    if "Device not supported" in result.stdout + result.stderr:
-        pytest.skip("compute-sanitizer does not support this machine")
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    assert "all calls returned" in result.stdout
+    run_sanitizer(tool, "forward")

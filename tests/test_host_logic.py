@@ -101,70 +101,98 @@ def test_a_warpgroup_skips_at_most_one_block(seqlen_q, seqlen_k, causal):
                 assert end - 1 <= own_end <= end
 
 
+# --- first_query
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5, 64, 130])
+@pytest.mark.parametrize("seqlen_k", [1, 2, 5, 64, 150])
+def test_first_query_is_the_masks(host, seqlen_q, seqlen_k, causal):
+    mask = visible(seqlen_q, seqlen_k, causal)
+    for key in range(seqlen_k):
+        first = host.first_query(key, seqlen_q, seqlen_k, causal)
+        assert mask[first:, key].all()  # at least the last query
+        assert not mask[:first, key].any()
+    for key in (seqlen_k, seqlen_k + 127):
+        assert host.first_query(key, seqlen_q, seqlen_k, causal) == seqlen_q
+
+
+@given(seqlen_q=sizes, seqlen_k=sizes, key=sizes, causal=st.booleans())
+@example(seqlen_q=LARGEST, seqlen_k=1, key=0, causal=True)
+@example(seqlen_q=1, seqlen_k=LARGEST, key=LARGEST + 1023, causal=True)
+def test_first_query_near_the_largest_sizes(seqlen_q, seqlen_k, key, causal):
+    expected = max(0, key - (seqlen_k - seqlen_q)) if causal else 0
+    assert load().first_query(key, seqlen_q, seqlen_k, causal) == (expected if key < seqlen_k else seqlen_q)
+
+
 # --- TileScheduler
 
+orders = st.sampled_from(["kBlocksFirst", "kAscending", "kDescending"])
 
-def check_covers_all(host, num_m_blocks, num_heads, batch, params) -> np.ndarray:
+
+def check_covers_all(host, num_blocks, num_heads, batch, params) -> np.ndarray:
     """Asserts that every tile is visited exactly once, and returns the tiles in the order of each CTA's work."""
     tiles = host.all_tiles(params)
-    cta, m_block, head, batch_idx = tiles.T
-    assert len(tiles) == num_m_blocks * num_heads * batch
-    for index, size in ((cta, params.num_ctas), (m_block, num_m_blocks), (head, num_heads), (batch_idx, batch)):
+    cta, block, head, batch_idx = tiles.T
+    assert len(tiles) == num_blocks * num_heads * batch
+    for index, size in ((cta, params.num_ctas), (block, num_blocks), (head, num_heads), (batch_idx, batch)):
         assert index.min() == 0
         assert index.max() == size - 1  # so every CTA has work, which the kernel relies on
-    number = (batch_idx.astype(np.int64) * num_heads + head) * num_m_blocks + m_block
+    number = (batch_idx.astype(np.int64) * num_heads + head) * num_blocks + block
     assert len(np.unique(number)) == len(number)
     return tiles
 
 
 @given(
-    num_m_blocks=st.integers(1, 40),
+    num_blocks=st.integers(1, 40),
     num_heads=st.integers(1, 24),
     batch=st.integers(1, 12),
     num_sms=st.sampled_from([1, 2, 7, 78, 114, 132]),
-    longest_first=st.booleans(),
+    order=orders,
     l2_heads=st.integers(1, 300),
 )
-@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=True, l2_heads=1)
-@example(num_m_blocks=1, num_heads=65, batch=1009, num_sms=132, longest_first=False, l2_heads=1)
-@example(num_m_blocks=3, num_heads=7, batch=9500, num_sms=132, longest_first=True, l2_heads=66500)
-@example(num_m_blocks=2, num_heads=71, batch=1, num_sms=132, longest_first=True, l2_heads=71)
-@example(num_m_blocks=5000, num_heads=3, batch=1, num_sms=132, longest_first=True, l2_heads=2)
+@example(num_blocks=1, num_heads=65, batch=1009, num_sms=132, order="kDescending", l2_heads=1)
+@example(num_blocks=1, num_heads=65, batch=1009, num_sms=132, order="kBlocksFirst", l2_heads=1)
+@example(num_blocks=3, num_heads=7, batch=9500, num_sms=132, order="kDescending", l2_heads=66500)
+@example(num_blocks=2, num_heads=71, batch=1, num_sms=132, order="kDescending", l2_heads=71)
+@example(num_blocks=5000, num_heads=3, batch=1, num_sms=132, order="kDescending", l2_heads=2)
 @settings(max_examples=300, deadline=None)
-def test_every_tile_is_visited_once(num_m_blocks, num_heads, batch, num_sms, longest_first, l2_heads):
+def test_every_tile_is_visited_once(num_blocks, num_heads, batch, num_sms, order, l2_heads):
     host = load()
     l2_heads = min(l2_heads, num_heads * batch)  # as the launch does
-    params = host.make_tile_scheduler(num_m_blocks, num_heads, batch, num_sms, longest_first, l2_heads)
-    assert params.num_ctas == min(num_sms, num_m_blocks * num_heads * batch)
-    check_covers_all(host, num_m_blocks, num_heads, batch, params)
+    params = host.make_tile_scheduler(num_blocks, num_heads, batch, num_sms, getattr(host.TileOrder, order), l2_heads)
+    assert params.num_ctas == min(num_sms, num_blocks * num_heads * batch)
+    check_covers_all(host, num_blocks, num_heads, batch, params)
 
 
-@pytest.mark.parametrize(("num_m_blocks", "heads", "num_sms"), [(8, 66, 132), (16, 33, 132), (3, 5, 4), (1, 300, 132)])
-def test_full_mask_order(host, num_m_blocks, heads, num_sms):
-    """m_block fastest: tile n goes to CTA n % num_ctas, and the CTAs at work share few heads."""
-    params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, False, 1)
-    cta, m_block, head, _ = check_covers_all(host, num_m_blocks, heads, 1, params).T
-    number = head * num_m_blocks + m_block
+@pytest.mark.parametrize(("num_blocks", "heads", "num_sms"), [(8, 66, 132), (16, 33, 132), (3, 5, 4), (1, 300, 132)])
+def test_blocks_first(host, num_blocks, heads, num_sms):
+    """block fastest: tile n goes to CTA n % num_ctas, and the CTAs at work share few heads."""
+    params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, host.TileOrder.kBlocksFirst, 1)
+    cta, block, head, _ = check_covers_all(host, num_blocks, heads, 1, params).T
+    number = head * num_blocks + block
     assert (number % params.num_ctas == cta).all()
     for c in range(params.num_ctas):
         assert (np.diff(number[cta == c]) == params.num_ctas).all()
 
 
 @pytest.mark.parametrize(
-    ("num_m_blocks", "heads", "num_sms", "l2_heads"),
+    ("num_blocks", "heads", "num_sms", "l2_heads"),
     [(64, 16, 132, 8), (33, 16, 132, 4), (8, 33, 132, 33), (6, 40, 12, 4), (16, 50, 8, 7)],
 )
-def test_causal_order(host, num_m_blocks, heads, num_sms, l2_heads):
-    """Longest first, heads fastest, odd rounds backwards, section after section."""
-    params = host.make_tile_scheduler(num_m_blocks, heads, 1, num_sms, True, l2_heads)
-    a_round = -(-params.num_ctas // num_m_blocks)  # heads that give every CTA a tile
+@pytest.mark.parametrize("ascending", [False, True])
+def test_ascending_and_descending(host, num_blocks, heads, num_sms, l2_heads, ascending):
+    """Heads fastest, odd rounds backwards, section after section."""
+    order = host.TileOrder.kAscending if ascending else host.TileOrder.kDescending
+    params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, order, l2_heads)
+    a_round = -(-params.num_ctas // num_blocks)  # heads that give every CTA a tile
     assert params.section_heads <= max(l2_heads * 17 // 16, 2 * a_round)
-    tiles = check_covers_all(host, num_m_blocks, heads, 1, params)
+    tiles = check_covers_all(host, num_blocks, heads, 1, params)
     expected = [[] for _ in range(params.num_ctas)]
     round_idx = 0
     for first in range(0, heads, params.section_heads):
         section = range(first, min(first + params.section_heads, heads))
-        in_order = [(m_block, head) for m_block in reversed(range(num_m_blocks)) for head in section]
+        in_order = [(block, head) for block in range(num_blocks)[:: 1 if ascending else -1] for head in section]
         for r in range(params.rounds_per_section):
             for position, tile in enumerate(in_order[r * params.num_ctas : (r + 1) * params.num_ctas]):
                 backwards = round_idx % 2 == 1
@@ -173,6 +201,45 @@ def test_causal_order(host, num_m_blocks, heads, num_sms, l2_heads):
     assert round_idx == params.num_rounds
     for cta, wanted in enumerate(expected):
         assert [(m, h) for c, m, h, _ in tiles.tolist() if c == cta] == wanted
+
+
+@given(
+    num_n_blocks=st.integers(1, 40),
+    num_heads=st.integers(1, 24),
+    batch=st.integers(1, 8),
+    num_sms=st.sampled_from([1, 2, 7, 78, 132]),
+    causal=st.booleans(),
+    l2_heads=st.integers(1, 300),
+)
+@settings(max_examples=200, deadline=None)
+def test_turns_of_the_deterministic_backward_end(num_n_blocks, num_heads, batch, num_sms, causal, l2_heads):
+    """Each CTA does its tiles in order, and a tile of keys only after the one before it of the same head."""
+    host = load()
+    l2_heads = min(l2_heads, num_heads * batch)
+    order = host.TileOrder.kDescending if causal else host.TileOrder.kAscending
+    params = host.make_tile_scheduler(num_n_blocks, num_heads, batch, num_sms, order, l2_heads)
+    work = [[] for _ in range(params.num_ctas)]  # per CTA, the last first
+    for cta, n_block, head, batch_idx in reversed(host.all_tiles(params).tolist()):
+        work[cta].append(((batch_idx, head), num_n_blocks - 1 - n_block if causal else n_block))
+    turn = {(batch_idx, head): 0 for batch_idx in range(batch) for head in range(num_heads)}
+    went_on = True
+    while went_on:
+        went_on = False
+        for tiles in work:
+            while tiles and turn[tiles[-1][0]] == tiles[-1][1]:
+                turn[tiles.pop()[0]] += 1
+                went_on = True
+    assert not any(work)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (64, 64), (130, 700), (300, 300), (700, 701)])
+@pytest.mark.parametrize("tile_n", [64, 128])
+def test_last_key_block_is_the_masks(host, seqlen_q, seqlen_k, tile_n):
+    """The turns count from it, so that they begin at 0 and leave none out."""
+    mask = visible(seqlen_q, seqlen_k, True)
+    for row in range(0, seqlen_q, 64):
+        keys = mask[row : row + 64].any(0).nonzero()[0]
+        assert host.last_key_block(row, 64, tile_n, seqlen_q, seqlen_k) == keys.max() // tile_n
 
 
 def causal_imbalance(
@@ -189,7 +256,9 @@ def causal_imbalance(
     num_m_blocks = -(-seqlen_q // tile.tile_m)
     section_heads = max(L2_BUDGET_BYTES // (seqlen_k * tile.head_dim * 4), 1) * group_size
     section_heads = min(section_heads, num_heads * batch)
-    params = host.make_tile_scheduler(num_m_blocks, num_heads, batch, num_sms, True, section_heads)
+    params = host.make_tile_scheduler(
+        num_m_blocks, num_heads, batch, num_sms, host.TileOrder.kDescending, section_heads
+    )
     cta, m_block, _, _ = host.all_tiles(params).T
     blocks = [
         1 + host.block_range(m * tile.tile_m, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k, True)[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from cuda_tools import find_tool
-from tiles import FWD_TILES, FwdTile
+from tiles import BWD_TILES, FWD_TILES, BwdTile, FwdTile
 
 from fa3 import _library
 
@@ -34,17 +34,23 @@ def _built():
         missing(f"needs the compiled library: {_library.unavailable_reason()}")
 
 
-each_kernel = pytest.mark.parametrize("name", KERNELS or ["none"])
+def each(prefix: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith(prefix)] or ["none"])
+
+
+each_kernel, each_forward, each_backward = each(""), each("fwd_"), each("bwd_")
 
 
 def kernel(name: str) -> dict:
     """Its row of the table."""
-    return next(row for row in _library.kernel_table() if row["name"] == name)
+    row = next((row for row in _library.kernel_table() if row["name"] == name), None)
+    return row or missing(f"the library has no kernel {name!r}")
 
 
-def tile_of(name: str) -> FwdTile:
-    """Its row of csrc/fwd/tiles.h: fwd_bf16_hdim128_long is made from kFwdHdim128Long."""
-    return FWD_TILES[name.split("_", 2)[2]]
+def tile_of(name: str) -> FwdTile | BwdTile:
+    """Its row of csrc/fwd/tiles.h or csrc/bwd/tiles.h: fwd_bf16_hdim128_long is made from kFwdHdim128Long."""
+    direction, _, tile = name.split("_", 2)
+    return {"fwd": FWD_TILES, "bwd": BWD_TILES}[direction][tile]
 
 
 # --- ptxas
@@ -66,6 +72,14 @@ def test_no_spills(name):
     assert (row["stack_bytes"], row["spill_stores_bytes"], row["spill_loads_bytes"]) == (0, 0, 0)
 
 
+def test_no_spills_in_the_helpers():
+    """The kernels that the backward runs before and after the main one."""
+    rows = _library.build_report()["helper_kernels"]
+    assert len(rows) >= 2 * sum(name.startswith("bwd_") for name in KERNELS)
+    for row in rows:
+        assert (row["stack_bytes"], row["spill_stores_bytes"], row["spill_loads_bytes"]) == (0, 0, 0), row
+
+
 @each_kernel
 def test_registers_at_entry(name):
     row = kernel(name)
@@ -74,10 +88,13 @@ def test_registers_at_entry(name):
 
 @each_kernel
 def test_tile_is_the_sources(name):
-    """The library is not older than csrc/fwd/tiles.h, as far as that shows."""
+    """The library is not older than the tiles.h, as far as that shows."""
     row, tile = kernel(name), tile_of(name)
     assert (row["head_dim"], row["tile_m"], row["tile_n"]) == (tile.head_dim, tile.tile_m, tile.tile_n)
-    assert (row["stages"], row["consumer_warpgroups"]) == (tile.stages_kv, tile.consumer_warpgroups)
+    if row["pass"] == "fwd":
+        assert (row["stages"], row["consumer_warpgroups"]) == (tile.stages_kv, tile.consumer_warpgroups)
+    else:
+        assert row["stages"] == tile.stages_q
 
 
 # --- SASS
@@ -116,20 +133,25 @@ def count(instructions: list[Instruction], prefix: str) -> int:
     return sum(x.name.startswith(prefix) for x in instructions)
 
 
+def innermost_loop(code: list[Instruction], inside: Instruction) -> list[Instruction]:
+    """The shortest loop around an instruction."""
+    loops = []
+    for x in code:
+        if match := re.search(r"\bBRA\b.* 0x([0-9a-f]+)$", x.text):
+            target = int(match[1], 16)
+            if target <= inside.address <= x.address:
+                loops.append((x.address - target, target, x.address))
+    _, begin, end = min(loops)
+    return [x for x in code if begin <= x.address <= end]
+
+
 def main_loops(name: str) -> list[list[Instruction]]:
     """The loops over the blocks in between: the innermost ones around a wait for S with P V still under way.
 
     The source has one; ptxas may peel it.
     """
     code = sass(name)
-    jumps = []
-    for x in code:
-        if match := re.search(r"\bBRA\b.* 0x([0-9a-f]+)$", x.text):
-            jumps.append((x.address, int(match[1], 16)))
-    loops = []
-    for wait in (x.address for x in code if is_wait(x, 1)):
-        _, begin, end = min((end - target, target, end) for end, target in jumps if target <= wait <= end)
-        loops.append([x for x in code if begin <= x.address <= end])
+    loops = [innermost_loop(code, x) for x in code if is_wait(x, 1)]
     assert 1 <= len(loops) <= (1 if tile_of(name).out_slabs == 0 else 2)
     return loops
 
@@ -148,12 +170,33 @@ def is_wait(x: Instruction, groups: int) -> bool:
     return x.name.startswith("WARPGROUP.DEPBAR") and x.text.endswith(f"gsb0, 0x{groups}")
 
 
-@each_kernel
-def test_no_local_memory(name):
-    assert count(sass(name), "LDL") == count(sass(name), "STL") == 0
+def groups_of_wgmmas(code: list[Instruction]) -> int:
+    """How many groups there are; asserts that there is no wait inside of one."""
+    groups, inside = 0, False
+    for x in code:
+        if x.name.startswith("HGMMA"):
+            groups += not inside
+            inside = "gsb0" not in x.text  # the last of a group signals it
+        else:
+            assert not (inside and x.name.startswith("WARPGROUP.DEPBAR")), f"wait at {x.address:#x} inside a group"
+    return groups
+
+
+def test_no_local_memory():
+    """Neither in the kernels of the table nor in their helpers."""
+    for symbol, code in all_sass().items():
+        assert count(code, "LDL") == count(code, "STL") == 0, symbol
 
 
 @each_kernel
+def test_registers_move_between_warpgroups(name):
+    assert count(sass(name), "USETMAXREG.DEALLOC") == count(sass(name), "USETMAXREG.TRY_ALLOC") == 1
+
+
+# --- SASS of the forward
+
+
+@each_forward
 def test_wgmma_instructions(name):
     """As many as the tile needs, in the widest shape; CUTLASS without its extended shapes takes many more."""
     row, copies = kernel(name), copies_of_gemms(name)
@@ -166,24 +209,17 @@ def test_wgmma_instructions(name):
     assert {shape: found.count(shape) for shape in found} == shapes
 
 
-@each_kernel
+@each_forward
 def test_wgmmas_are_not_serialised(name):
     """One wait for each first, last or shared block, two in a loop, and none inside a group of WGMMAs."""
     code, copies, loops = sass(name), copies_of_gemms(name), len(main_loops(name))
     waits = [x for x in code if x.name.startswith("WARPGROUP.DEPBAR")]
     assert sum(is_wait(x, 1) for x in waits) == loops
     assert sum(is_wait(x, 0) for x in waits) == len(waits) - loops == copies + 1
-    groups, inside = 0, False
-    for x in code:
-        if x.name.startswith("HGMMA"):
-            inside = "gsb0" not in x.text  # the last of a group signals it
-            groups += not inside
-        else:
-            assert not (inside and x in waits), f"wait at {x.address:#x} inside a group"
-    assert groups == 2 * copies
+    assert groups_of_wgmmas(code) == 2 * copies
 
 
-@each_kernel
+@each_forward
 def test_main_loops(name, record_property):
     """One Q K^T, one P V, two waits, and few registers moved to the uniform file."""
     row = kernel(name)
@@ -202,12 +238,7 @@ def test_main_loops(name, record_property):
         print(f"{name}: {summary}, {count(loop, 'R2UR')} R2UR")
 
 
-@each_kernel
-def test_registers_move_between_warpgroups(name):
-    assert count(sass(name), "USETMAXREG.DEALLOC") == count(sass(name), "USETMAXREG.TRY_ALLOC") == 1
-
-
-@each_kernel
+@each_forward
 def test_tma_moves_the_tiles(name):
     """Loads of Q, K and V and stores of O, 64 columns each or fewer; lse is all that is written another way."""
     row = kernel(name)
@@ -217,3 +248,57 @@ def test_tma_moves_the_tiles(name):
     stores = [x.name for x in sass(name) if re.match(r"ST[GL]?\b", x.name)]
     assert len(stores) <= 2 * copies_of_gemms(name)  # two rows of lse
     assert count(sass(name), "LDG") == 0
+
+
+# --- SASS of the backward
+
+
+def step_loops(name: str) -> list[list[Instruction]]:
+    """The innermost loops that issue WGMMAs, each once: the steps of a consumer warpgroup."""
+    loops = {}
+    for x in sass(name):
+        if x.name.startswith("HGMMA") and (loop := innermost_loop(sass(name), x)):
+            loops[loop[0].address] = loop
+    shortest = sorted(loops.values(), key=len)
+    return [loop for loop in shortest if not any(other is not loop and other[0] in loop for other in shortest)]
+
+
+@each_backward
+def test_backward_step(name, record_property):
+    """The products of a step, none inside of another; with narrow heads no wait for all of them."""
+    row, tile = kernel(name), tile_of(name)
+    element = {"bf16": ".BF16", "fp16": ""}[row["dtype"]]
+    shapes = {x.name for x in sass(name) if x.name.startswith("HGMMA")}
+    assert all(re.fullmatch(rf"HGMMA\.64x\d+x16\.F32{re.escape(element)}", shape) for shape in shapes), shapes
+    loops = step_loops(name)
+    if row["head_dim"] <= 128:  # csrc/bwd/consumer.cuh: S, dP, dV, dK, dQ
+        assert [groups_of_wgmmas(loop) for loop in loops] == [5]
+        assert not any(is_wait(x, 0) for x in loops[0])
+    else:  # csrc/bwd/consumer_wide.cuh: S, dV, or dP, dK, and each half of dQ in slices
+        slices = row["head_dim"] // 2 // tile.dq_columns
+        assert [groups_of_wgmmas(loop) for loop in loops] == [2 + slices, 2 + slices]
+    exponentials = row["tile_m"] * row["tile_n"] // 128  # per thread of the warpgroups that have S
+    if row["head_dim"] <= 128:
+        exponentials //= 2
+    assert sum(count(loop, "MUFU.EX2") for loop in loops) == exponentials
+    for loop in loops:
+        summary = f"{count(loop, 'HGMMA')} HGMMA, {count(loop, 'R2UR')} R2UR, {len(loop)} instructions"
+        record_property("step", summary)
+        print(f"{name}: {summary}")
+
+
+@each_backward
+def test_dq_writer_adds_in_bulk(name):
+    """dQ is added to global memory by TMA alone: no atomic and no reduction of the threads touches it."""
+    names = {x.name.split(".")[0] for x in sass(name)}
+    assert "UBLKRED" in names
+    assert not names & {"RED", "REDG", "REDS", "ATOM", "ATOMG"}
+
+
+@each_backward
+def test_tma_moves_the_tiles_of_the_backward(name):
+    """Loads of Q, K, V and dO, bulk copies of lse and D, and stores of dK and dV."""
+    slabs = -(-kernel(name)["head_dim"] // 64)
+    assert count(sass(name), "UTMALDG.4D") >= 4 * slabs
+    assert count(sass(name), "UTMASTG.4D") >= 2 * slabs
+    assert count(sass(name), "UBLKCP") >= 2

@@ -1,4 +1,4 @@
-"""Reads csrc/fwd/tiles.h: which forward kernels there are, and for which lengths."""
+"""Reads csrc/fwd/tiles.h and csrc/bwd/tiles.h: which kernels there are, and the forward's for which lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "fwd" / "tiles.h"
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
 UNLIMITED = 2**31 - 1
 ROWS_PER_WARPGROUP = 64
 
@@ -37,20 +37,41 @@ class FwdTile:
         return self.max_seqlen_k_causal if causal else self.max_seqlen_k_full
 
 
-def _read() -> dict[str, FwdTile]:
+@dataclass(frozen=True)
+class BwdTile:
+    """The struct of the same name, and the name as above."""
+
+    name: str
+    tile_m: int
+    tile_n: int
+    stages_q: int
+    stages_dout: int
+    stages_ds: int
+    dq_columns: int
+    v_from_registers: bool
+    ds_from_registers: bool
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.name.removeprefix("hdim"))
+
+
+def _read(struct: str) -> dict[str, list[int | bool]]:
+    """Values of the constants of this type, by the name of what is built: kFwdHdim64Short is hdim64_short."""
+    source = (CSRC / struct[:3].lower() / "tiles.h").read_text()
     tiles = {}
-    for variable, values in re.findall(r"^constexpr FwdTile kFwd(\w+)\{(.*)\};", SOURCE.read_text(), re.MULTILINE):
+    for variable, values in re.findall(rf"^constexpr {struct} k{struct[:3]}(\w+)\{{(.*)\}};", source, re.MULTILINE):
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", variable).lower()
-        fields = [
-            value.strip() == "true" if value.strip() in ("true", "false") else int(value) for value in values.split(",")
-        ]
-        tiles[name] = FwdTile(name, *fields)
+        words = [value.strip() for value in values.split(",")]
+        tiles[name] = [word == "true" if word in ("true", "false") else int(word) for word in words]
     return tiles
 
 
 # By name, in the order of the file: a head_dim's kernel for short sequences comes before the one for long.
-FWD_TILES = _read()
+FWD_TILES = {name: FwdTile(name, *values) for name, values in _read("FwdTile").items()}
 HEAD_DIMS = tuple(dict.fromkeys(tile.head_dim for tile in FWD_TILES.values()))
+BWD_TILES = {name: BwdTile(name, *values) for name, values in _read("BwdTile").items()}
+BWD_HEAD_DIMS = tuple(tile.head_dim for tile in BWD_TILES.values())
 
 
 def tile_for(head_dim: int, seqlen_k: int, causal: bool) -> FwdTile:

@@ -11,13 +11,13 @@
 
 namespace py = pybind11;
 
-// Every tile of a launch as rows (cta, m_block, head_idx, batch_idx): CTA after CTA, each in the order of its work.
+// Every tile of a launch as rows (cta, block, head_idx, batch_idx): CTA after CTA, each in the order of its work.
 static py::array_t<int> all_tiles(fa3::TileSchedulerParams const& params) {
   std::vector<std::array<int, 4>> rows;
   for (int cta = 0; cta < params.num_ctas; ++cta) {
     fa3::TileScheduler scheduler(params, cta);
     for (fa3::Tile tile; scheduler.next(tile);) {
-      rows.push_back({cta, tile.m_block, tile.head_idx, tile.batch_idx});
+      rows.push_back({cta, tile.block, tile.head_idx, tile.batch_idx});
     }
   }
   py::array_t<int> table({static_cast<py::ssize_t>(rows.size()), py::ssize_t{4}});
@@ -30,6 +30,7 @@ static py::array_t<int> all_tiles(fa3::TileSchedulerParams const& params) {
 PYBIND11_MODULE(fa3_host, m) {
   m.def("visible_keys", &fa3::visible_keys, py::arg("row"), py::arg("seqlen_q"), py::arg("seqlen_k"),
         py::arg("causal"));
+  m.def("first_query", &fa3::first_query, py::arg("key"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("causal"));
   m.def(
       "block_range",
       [](int row_begin, int num_rows, int tile_n, int seqlen_q, int seqlen_k, bool causal) {
@@ -39,13 +40,20 @@ PYBIND11_MODULE(fa3_host, m) {
       py::arg("row_begin"), py::arg("num_rows"), py::arg("tile_n"), py::arg("seqlen_q"), py::arg("seqlen_k"),
       py::arg("causal"));
 
+  m.def("last_key_block", &fa3::last_key_block, py::arg("row_begin"), py::arg("num_rows"), py::arg("tile_n"),
+        py::arg("seqlen_q"), py::arg("seqlen_k"));
+
+  py::enum_<fa3::TileOrder>(m, "TileOrder")
+      .value("kBlocksFirst", fa3::TileOrder::kBlocksFirst)
+      .value("kAscending", fa3::TileOrder::kAscending)
+      .value("kDescending", fa3::TileOrder::kDescending);
   py::class_<fa3::TileSchedulerParams>(m, "TileSchedulerParams")
-      .def_readonly("num_m_blocks", &fa3::TileSchedulerParams::num_m_blocks)
+      .def_readonly("num_blocks", &fa3::TileSchedulerParams::num_blocks)
       .def_readonly("num_ctas", &fa3::TileSchedulerParams::num_ctas)
       .def_readonly("section_heads", &fa3::TileSchedulerParams::section_heads)
       .def_readonly("rounds_per_section", &fa3::TileSchedulerParams::rounds_per_section)
       .def_readonly("num_rounds", &fa3::TileSchedulerParams::num_rounds);
-  m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_m_blocks"), py::arg("num_heads"),
-        py::arg("batch"), py::arg("num_sms"), py::arg("longest_first"), py::arg("l2_heads"));
+  m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_blocks"), py::arg("num_heads"),
+        py::arg("batch"), py::arg("num_sms"), py::arg("order"), py::arg("l2_heads"));
   m.def("all_tiles", &all_tiles, py::arg("params"));
 }
