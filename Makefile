@@ -54,9 +54,12 @@ demo: $(if $(HOPPER),build,$(ENVIRONMENT))
 	PYTHONPATH=$(CURDIR) $(PYTHON) examples/train_gpt.py
 
 bench: build
-	$(PYTHON) -c "import fa3_fwd_interface, matplotlib" || $(PIP) install --no-build-isolation --editable ".[bench]"
+	$(PYTHON) -c "import fa3_fwd_interface, flash_attn.cute, matplotlib" || \
+	  $(PIP) install --no-build-isolation --editable ".[bench]"
 	$(PYTHON) -m benchmarks.bench_forward
-	for results in benchmarks/results/*/forward.json; do $(PYTHON) -m benchmarks.plot $$results; done
+	$(PYTHON) -m benchmarks.bench_backward
+	$(PYTHON) -m benchmarks.bench_training
+	$(PYTHON) -m benchmarks.plot benchmarks/results/*/{forward,backward,training}.json
 
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .

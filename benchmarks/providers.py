@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -26,6 +27,19 @@ def _fa3() -> Provider:
     return Provider("fa3", fa3.__version__, lambda q, k, v, causal: fa3.flash_attn_func(q, k, v, causal=causal))
 
 
+def _fa3_deterministic() -> Provider:
+    import fa3
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        return fa3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
+
+    return Provider("fa3-deterministic", fa3.__version__, forward)
+
+
+def _torch_sdpa() -> Provider:
+    return Provider("torch-sdpa", torch.__version__, _sdpa(None))
+
+
 def _torch_cudnn() -> Provider:
     number = torch.backends.cudnn.version()
     if number is None:
@@ -43,20 +57,35 @@ def _fa3_fwd() -> Provider:
     return Provider("fa3-fwd", version("fa3-fwd"), lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal))
 
 
-def _sdpa(backend: SDPBackend) -> Forward:
+def _flash_attn_4() -> Provider:
+    from flash_attn.cute import flash_attn_func
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=causal)[0]  # (out, lse)
+
+    return Provider("flash-attn-4", version("flash-attn-4"), forward)
+
+
+def _sdpa(backend: SDPBackend | None) -> Forward:
+    """torch's attention by one backend, or by the one that torch chooses."""
+
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # views: (batch, heads, seqlen, head_dim) of the same memory
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
     return forward
 
 
 LOADERS: dict[str, Callable[[], Provider]] = {
     "fa3": _fa3,
+    "fa3-deterministic": _fa3_deterministic,
+    "torch-sdpa": _torch_sdpa,
     "torch-cudnn": _torch_cudnn,
     "torch-fa2": _torch_fa2,
     "fa3-fwd": _fa3_fwd,
+    "flash-attn-4": _flash_attn_4,
 }
 
 
@@ -66,6 +95,6 @@ def load_providers(names: list[str]) -> tuple[list[Provider], dict[str, str]]:
     for name in names:
         try:
             loaded.append(LOADERS[name]())
-        except (ImportError, OSError) as error:  # OSError: a shared library that does not fit this torch
+        except Exception as error:  # a package that does not fit this torch or driver fails in many ways
             missing[name] = str(error)
     return loaded, missing

@@ -16,6 +16,7 @@ from benchmarks.timing import Timing
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "fa3"
+OURS_DETERMINISTIC = "fa3-deterministic"
 
 
 def measured_commit() -> str:
@@ -31,6 +32,8 @@ def measured_commit() -> str:
 
 
 def environment() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        raise SystemExit("a benchmark needs a CUDA GPU, torch finds none")
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -51,6 +54,12 @@ def result_row(case_fields: dict, flops: int, timings: dict[str, Timing]) -> dic
         **case_fields,
         "ms": {name: round(timing.ms, 5) for name, timing in timings.items()},
         "tflops": {name: round(flops / timing.ms / 1e9, 1) for name, timing in timings.items()},
+        **spread(timings),
+    }
+
+
+def spread(timings: dict[str, Timing]) -> dict:
+    return {
         "ms_p20": {name: round(timing.ms_p20, 5) for name, timing in timings.items()},
         "ms_p80": {name: round(timing.ms_p80, 5) for name, timing in timings.items()},
     }
@@ -58,34 +67,65 @@ def result_row(case_fields: dict, flops: int, timings: dict[str, Timing]) -> dic
 
 def ratio(row: dict) -> float | None:
     """Our speed over that of the best peer of the row; None without us or without peers."""
-    peers = [tflops for name, tflops in row["tflops"].items() if name != OURS]
-    return row["tflops"][OURS] / max(peers) if OURS in row["tflops"] and peers else None
+    peers = [ms for name, ms in row["ms"].items() if name not in (OURS, OURS_DETERMINISTIC)]
+    return min(peers) / row["ms"][OURS] if OURS in row["ms"] and peers else None
+
+
+def deterministic_cost(row: dict) -> float | None:
+    """How much longer than the default mode our deterministic mode takes, as a part of 1; None without both."""
+    ms = row["ms"]
+    return ms[OURS_DETERMINISTIC] / ms[OURS] - 1 if OURS in ms and OURS_DETERMINISTIC in ms else None
 
 
 def table_header(providers: list[str]) -> str:
-    columns = "".join(f"{name:>13}" for name in providers)
-    return f"pass dtype head_dim   mask seqlen batch heads |{columns} | fa3/best peer"
+    columns = "".join(f"{name:>{column_width(name)}}" for name in providers)
+    return f"pass    dtype head_dim   mask seqlen batch heads |{columns} | fa3/best peer  deterministic"
 
 
 def table_row(row: dict, providers: list[str]) -> str:
-    columns = "".join(f"{row['tflops'].get(name, '-'):>13}" for name in providers)
-    case = f"{row['pass']:4} {row['dtype']:5} {row['head_dim']:8} {mask_name(row['causal']):>6} {row['seqlen']:6}"
-    share = ratio(row)
-    return f"{case} {row['batch']:5} {row['heads']:5} |{columns} | {'-' if share is None else f'{share:.3f}'}"
+    columns = "".join(f"{row['tflops'].get(name, '-'):>{column_width(name)}}" for name in providers)
+    case = f"{row['pass']:7} {row['dtype']:5} {row['head_dim']:8} {mask_name(row['causal']):>6} {row['seqlen']:6}"
+    share, cost = ratio(row), deterministic_cost(row)
+    ratios = f"{'-' if share is None else f'{share:.3f}':>13}  {'-' if cost is None else f'{cost:+.1%}':>13}"
+    return f"{case} {row['batch']:5} {row['heads']:5} |{columns} | {ratios}"
+
+
+def column_width(name: str) -> int:
+    return max(13, len(name) + 1)
 
 
 def summary(rows: list[dict]) -> str:
     """Geometric mean and minimum of the ratio to the best peer, per head_dim and over all."""
-    groups = [(f"head_dim {d}", [r for r in rows if r["head_dim"] == d]) for d in sorted({r["head_dim"] for r in rows})]
     lines = []
-    for title, group in [*groups, ("all", rows)]:
+    for title, group in head_dim_groups(rows):
         ratios = [(share, row) for row in group if (share := ratio(row)) is not None]
         if ratios:
             least, row = min(ratios, key=lambda pair: pair[0])
-            where = f"head_dim {row['head_dim']}, {mask_name(row['causal'])}, seqlen {row['seqlen']}"
             mean = geometric_mean([share for share, _ in ratios])
-            lines.append(f"{title:>12}: geometric mean {mean:.3f}, minimum {least:.3f} ({where}), {len(ratios)} cells")
+            lines.append(f"{title}: geometric mean {mean:.3f}, minimum {least:.3f} ({where(row)}), {len(ratios)} cells")
     return "\n".join(lines) or "no cell has both fa3 and a peer"
+
+
+def deterministic_summary(rows: list[dict]) -> str:
+    """Geometric mean and maximum of what the deterministic mode costs; empty where it was not measured."""
+    lines = []
+    for title, group in head_dim_groups(rows):
+        costs = [(cost, row) for row in group if (cost := deterministic_cost(row)) is not None]
+        if costs:
+            most, row = max(costs, key=lambda pair: pair[0])
+            mean = geometric_mean([1 + cost for cost, _ in costs]) - 1
+            lines.append(f"{title}: geometric mean {mean:+.1%}, maximum {most:+.1%} ({where(row)}), {len(costs)} cells")
+    return "\n".join(lines)
+
+
+def head_dim_groups(rows: list[dict]) -> list[tuple[str, list[dict]]]:
+    head_dims = sorted({row["head_dim"] for row in rows})
+    groups = [(f"head_dim {head_dim}", [row for row in rows if row["head_dim"] == head_dim]) for head_dim in head_dims]
+    return [(f"{title:>12}", group) for title, group in [*groups, ("all", rows)]]
+
+
+def where(row: dict) -> str:
+    return f"head_dim {row['head_dim']}, {mask_name(row['causal'])}, seqlen {row['seqlen']}"
 
 
 def mask_name(causal: bool) -> str:
