@@ -253,6 +253,17 @@ def test_very_low_score_keeps_its_weight(dtype):
     torch.testing.assert_close(got.dv, dout, rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize("score", [2.5e38, -2.5e38, 3.2e38, -3.2e38])
+def test_largest_scores_stay_finite(score):
+    """An lse that is finite, and infinite in base 2."""
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device="cuda")
+    k = q.clone()
+    q[..., 0], k[..., 0] = 1.6e19, score / 1.6e19
+    v, dout = torch.randn_like(q), torch.randn_like(q)
+    for name, x in backward(q, k, v, dout, softmax_scale=1.0).items():
+        assert x.isfinite().all(), name
+
+
 # --- memory around the inputs and outputs, and what a value may reach
 
 

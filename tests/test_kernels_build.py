@@ -254,13 +254,18 @@ def test_tma_moves_the_tiles(name):
 
 
 def step_loops(name: str) -> list[list[Instruction]]:
-    """The innermost loops that issue WGMMAs, each once: the steps of a consumer warpgroup."""
+    """The innermost loops that issue WGMMAs, each once: the steps of a consumer warpgroup.
+
+    ptxas puts the spinning of waits at the end of the code, so that what lies between looks like a loop too; it issues
+    one or two products.
+    """
     loops = {}
     for x in sass(name):
         if x.name.startswith("HGMMA") and (loop := innermost_loop(sass(name), x)):
             loops[loop[0].address] = loop
     shortest = sorted(loops.values(), key=len)
-    return [loop for loop in shortest if not any(other is not loop and other[0] in loop for other in shortest)]
+    innermost = [loop for loop in shortest if not any(other is not loop and other[0] in loop for other in shortest)]
+    return [loop for loop in innermost if groups_of_wgmmas(loop) > 2]
 
 
 @each_backward

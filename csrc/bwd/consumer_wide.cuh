@@ -37,16 +37,19 @@ CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* r
   }
   auto const packed = cutlass::NumericArrayConverter<cutlass::half_t, float, kSize>::convert(scaled);
   auto* destination = static_cast<uint4*>(rows) + cutlass::canonical_lane_idx();
+  compiler_fence();
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kSize / 8; ++i) {
     destination[i * cutlass::NumThreadsPerWarp] = reinterpret_cast<uint4 const*>(&packed)[i];
   }
+  compiler_fence();
 }
 
 template <class Accumulator>
 CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const* rows) {
   constexpr int kSize = decltype(cute::size(probabilities))::value;
   auto const* source = static_cast<uint4 const*>(rows) + cutlass::canonical_lane_idx();
+  compiler_fence();
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kSize / 8; ++i) {
     uint4 const packed = source[i * cutlass::NumThreadsPerWarp];

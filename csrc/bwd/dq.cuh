@@ -12,19 +12,22 @@
 #include <cute/tensor.hpp>
 
 #include "common/layout.cuh"
+#include "common/pipeline.cuh"
 
 namespace fa3 {
 
-// Copies a warpgroup's accumulator to its part of the tile in shared memory.
+// Copies a warpgroup's accumulator to its part of the tile in shared memory, once that is empty.
 template <class Accumulator>
 CUTLASS_DEVICE void stage_accumulator(Accumulator const& tdQrdQ, float* part) {
   constexpr int kNumRegisters = decltype(cute::size(tdQrdQ))::value;
+  compiler_fence();
   auto* destination = reinterpret_cast<float4*>(part) + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
   CUTLASS_PRAGMA_UNROLL
   for (int r = 0; r < kNumRegisters; r += 4) {
     *destination = make_float4(tdQrdQ(r), tdQrdQ(r + 1), tdQrdQ(r + 2), tdQrdQ(r + 3));
     destination += cutlass::NumThreadsPerWarpGroup;
   }
+  compiler_fence();
 }
 
 }  // namespace fa3

@@ -12,7 +12,9 @@ template <int kTileM>
 struct QueryVector {
   float2 values[kTileM / 8];
 
+  // After the wait for its pipeline.
   CUTLASS_DEVICE explicit QueryVector(float const* smem) {
+    compiler_fence();
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kTileM / 8; ++j) {
       values[j] = *reinterpret_cast<float2 const*>(smem + accumulator_first_column() + 8 * j);

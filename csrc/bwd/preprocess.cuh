@@ -1,6 +1,8 @@
 // Before the main kernel: D = rowsum(dO * O) - dlse, lse in base 2, and the dQ accumulator cleared.
 #pragma once
 
+#include <cfloat>
+
 #include <cute/tensor.hpp>
 
 #include <cutlass/numeric_conversion.h>
@@ -59,6 +61,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
         float const lse = params.lse[index];
         if (lse != -INFINITY) {
           lse_log2 = lse * 1.44269504088896340736f;  // log2(e)
+          if (lse_log2 < -FLT_MAX) {
+            lse_log2 = -FLT_MAX;  // of a finite lse
+          }
           // P is at most 1, but the roundings of lse and of the scores, half an ulp of lse each, could make it up to
           // exp2(|lse| / 2^22). Where that is more than 2 it would soon be infinite; there P is made too small instead.
           if (fabsf(lse_log2) > kLargestLse) {

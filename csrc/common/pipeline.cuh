@@ -63,6 +63,10 @@ struct Pipeline {
   }
 };
 
+// Keeps the compiler from moving accesses of shared memory over a barrier: CUTLASS's are volatile, but do not say that
+// they touch memory. No instruction.
+CUTLASS_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
+
 // One buffer that consumer warps fill and a single thread empties.
 struct HandOver {
   cutlass::arch::ClusterBarrier full;
