@@ -92,6 +92,16 @@ Tensor for_tma(Tensor const& tensor) {
   return copy;
 }
 
+// Makes a device current while it lives, and its context too: TMA's tensor maps ask the driver, which, unlike the
+// runtime, makes none current by itself. A thread of autograd's may have none yet.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) : guard_(device) { FA3_CHECK_CUDA(cudaSetDevice(device)); }
+
+ private:
+  torch::stable::accelerator::DeviceGuard const guard_;
+};
+
 fa3::TensorArg tensor_arg(Tensor const& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
@@ -185,7 +195,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v
   Problem const problem = check_inputs({"fwd"}, q, k, v, softmax_scale);
   fa3::FwdKernel const* kernel = fa3::select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal);
   check_built("fwd", kernel, problem);
-  torch::stable::accelerator::DeviceGuard const guard(problem.device);
+  CurrentDevice const current_device(problem.device);
 
   Tensor out = torch::stable::new_empty(q, q.sizes());
   Tensor lse = torch::stable::new_empty(q, {problem.batch, problem.num_heads_q, problem.seqlen_q}, ScalarType::Float);
@@ -244,7 +254,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(Tensor const& dout, std::optional<Tensor>
   }
   fa3::BwdKernel const* kernel = fa3::select_bwd_kernel(problem.dtype, problem.head_dim);
   check_built("bwd", kernel, problem);
-  torch::stable::accelerator::DeviceGuard const guard(problem.device);
+  CurrentDevice const current_device(problem.device);
 
   Tensor dq = torch::stable::new_empty(q, q.sizes());
   Tensor dk = torch::stable::new_empty(k, k.sizes());
