@@ -9,10 +9,11 @@ import pytest
 from host.build import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiles import FWD_TILES, HEAD_DIMS, ROWS_PER_WARPGROUP, FwdTile, tile_for
+from tiles import BWD_TILES, FWD_TILES, HEAD_DIMS, ROWS_PER_WARPGROUP, BwdTile, FwdTile, tile_for
 
 LARGEST = 2**31 - 1025  # the largest size that csrc/api.cpp lets through
 L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
+BWD_L2_BUDGET_BYTES = 40 << 20  # csrc/bwd/launch.cuh
 
 
 @pytest.fixture(scope="module")
@@ -285,3 +286,47 @@ def test_causal_balance_of_few_queries_over_many_keys(host, seqlen_q, seqlen_k, 
     """Where the K and V of few heads fill the L2, a section of those heads must still give every CTA work."""
     tile = tile_for(128, seqlen_k, causal=True)
     assert causal_imbalance(host, tile, batch, seqlen_q, seqlen_k, num_heads, group_size) < 1.1
+
+
+def backward_imbalance(host, tile: BwdTile, batch: int, seqlen: int, num_heads_kv: int, group_size: int) -> float:
+    """Steps of the busiest CTA over the mean, causal, counting two more per tile for its start and end."""
+    num_n_blocks, num_m_blocks = -(-seqlen // tile.tile_n), -(-seqlen // tile.tile_m)
+    num_ctas = min(132, num_n_blocks * num_heads_kv * batch)
+    l2_heads = max(
+        BWD_L2_BUDGET_BYTES // (seqlen * tile.head_dim * 8 * group_size), -(-num_ctas // num_n_blocks)
+    )  # as csrc/bwd/launch.cuh
+    section_heads = host.heads_that_fill_rounds(
+        num_n_blocks, num_heads_kv * batch, num_ctas, min(l2_heads, num_heads_kv * batch)
+    )
+    order = host.TileOrder.kAscending
+    params = host.make_tile_scheduler(num_n_blocks, num_heads_kv, batch, 132, order, section_heads)
+    cta, n_block, _, _ = host.all_tiles(params).T
+    steps = 2 + group_size * (num_m_blocks - np.arange(num_n_blocks) * tile.tile_n // tile.tile_m)
+    work = np.bincount(cta, weights=steps[n_block], minlength=params.num_ctas)
+    return work.max() / (work.sum() / 132)
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("name", ["hdim64", "hdim128", "hdim256"])
+def test_causal_balance_of_the_backward(host, name, seqlen):
+    tile = BWD_TILES[name]
+    assert backward_imbalance(host, tile, 16384 // seqlen, seqlen, 2048 // tile.head_dim, 1) < 1.025
+
+
+@pytest.mark.parametrize(("batch", "seqlen"), [(8, 4096), (4, 8192), (1, 8192), (1, 32768)])
+@pytest.mark.parametrize("group_size", [4, 8])
+def test_causal_balance_of_the_backward_with_groups(host, batch, seqlen, group_size):
+    """Where a group's queries are many for the L2, its tiles are few and long."""
+    assert backward_imbalance(host, BWD_TILES["hdim128"], batch, seqlen, 8, group_size) < 1.03
+
+
+@given(
+    num_blocks=st.integers(1, 300),
+    num_head_batches=st.integers(1, 3000),
+    num_ctas=st.integers(1, 132),
+    l2_heads=st.integers(1, 3000),
+)
+def test_heads_that_fill_rounds_stay_near_the_l2(num_blocks, num_head_batches, num_ctas, l2_heads):
+    l2_heads = min(l2_heads, num_head_batches)
+    heads = load().heads_that_fill_rounds(num_blocks, num_head_batches, num_ctas, l2_heads)
+    assert l2_heads // 2 < heads <= min(2 * l2_heads, num_head_batches)

@@ -30,6 +30,8 @@ struct BwdConfig {
   static constexpr int kStagesDs = kTile.stages_ds;
   static constexpr bool kVFromRegisters = kTile.v_from_registers;
   static constexpr bool kDsFromRegisters = kTile.ds_from_registers;
+  // Wide heads: P goes from one warpgroup to the other with what its rounding left.
+  static constexpr bool kSendRest = kWide && std::is_same_v<Element, cutlass::half_t>;
   static constexpr int kDqColumns = kTile.dq_columns;
   static constexpr int kDqSlices = kHeadDim / kConsumerWarpgroups / kDqColumns;  // per warpgroup and step
   static_assert(kDqSlices * kDqColumns * kConsumerWarpgroups == kHeadDim);
@@ -110,6 +112,7 @@ struct BwdConfig {
     alignas(1024) Element q[kStagesQ][kTileM * kHeadDim];
     alignas(1024) Element dout[kStagesDout][kTileM * kHeadDim];
     alignas(1024) Element ds[kStagesDs][kTileN * kTileM];
+    alignas(128) Element p_rest[kSendRest ? kStagesDs : 0][kTileN * kTileM];
     alignas(128) float dq[kConsumerWarpgroups][kDqPart];
     alignas(128) float lse_log2[kStagesQ][kTileM];
     alignas(128) float dsum[kStagesDout][kTileM];

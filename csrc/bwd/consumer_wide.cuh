@@ -23,41 +23,69 @@
 
 namespace fa3 {
 
-// P travels as fp16, 2^14 times as large: 11 bits also for the small probabilities of long sequences. A warp's P lies
-// in its 16 rows of dS's tile, 16 bytes of each lane together; the same lane of the other warpgroup reads it.
+// P travels as fp16, 2^14 times as large: 11 bits also for the small probabilities of long sequences. That is more than
+// bf16 gradients show; where gradients are fp16 themselves, what the rounding left goes along in a second fp16. A
+// warp's P lies in its 16 rows of dS's tile, 16 bytes of each lane together; the same lane of the other warpgroup reads
+// it.
 constexpr float kProbabilityScale = 16384.f;
+constexpr float kRestScale = 2048.f;  // the rest is below 2^-11 of P
 
-template <class Accumulator>
-CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* rows) {
+template <int kSize>
+CUTLASS_DEVICE void store_halves(cutlass::Array<cutlass::half_t, kSize> const& halves, void* rows) {
+  auto* destination = static_cast<uint4*>(rows) + cutlass::canonical_lane_idx();
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kSize / 8; ++i) {
+    destination[i * cutlass::NumThreadsPerWarp] = reinterpret_cast<uint4 const*>(&halves)[i];
+  }
+}
+
+template <int kSize>
+CUTLASS_DEVICE auto load_halves(void const* rows) {
+  auto const* source = static_cast<uint4 const*>(rows) + cutlass::canonical_lane_idx();
+  cutlass::Array<cutlass::half_t, kSize> halves;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kSize / 8; ++i) {
+    reinterpret_cast<uint4*>(&halves)[i] = source[i * cutlass::NumThreadsPerWarp];
+  }
+  return cutlass::NumericArrayConverter<float, cutlass::half_t, kSize>::convert(halves);
+}
+
+template <bool kWithRest, class Accumulator>
+CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* rows, void* rest_rows) {
   constexpr int kSize = decltype(cute::size(probabilities))::value;
+  using ToHalf = cutlass::NumericArrayConverter<cutlass::half_t, float, kSize>;
   cutlass::Array<float, kSize> scaled;
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kSize; ++i) {
     scaled[i] = probabilities(i) * kProbabilityScale;
   }
-  auto const packed = cutlass::NumericArrayConverter<cutlass::half_t, float, kSize>::convert(scaled);
-  auto* destination = static_cast<uint4*>(rows) + cutlass::canonical_lane_idx();
+  auto const halves = ToHalf::convert(scaled);
   compiler_fence();
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < kSize / 8; ++i) {
-    destination[i * cutlass::NumThreadsPerWarp] = reinterpret_cast<uint4 const*>(&packed)[i];
+  store_halves<kSize>(halves, rows);
+  if constexpr (kWithRest) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      scaled[i] = (scaled[i] - static_cast<float>(halves[i])) * kRestScale;
+    }
+    store_halves<kSize>(ToHalf::convert(scaled), rest_rows);
   }
   compiler_fence();
 }
 
-template <class Accumulator>
-CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const* rows) {
+template <bool kWithRest, class Accumulator>
+CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const* rows, void const* rest_rows) {
   constexpr int kSize = decltype(cute::size(probabilities))::value;
-  auto const* source = static_cast<uint4 const*>(rows) + cutlass::canonical_lane_idx();
   compiler_fence();
+  auto const scaled = load_halves<kSize>(rows);
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < kSize / 8; ++i) {
-    uint4 const packed = source[i * cutlass::NumThreadsPerWarp];
-    auto const scaled = cutlass::NumericArrayConverter<float, cutlass::half_t, 8>::convert(
-        reinterpret_cast<cutlass::Array<cutlass::half_t, 8> const&>(packed));
+  for (int i = 0; i < kSize; ++i) {
+    probabilities(i) = scaled[i] * (1.f / kProbabilityScale);
+  }
+  if constexpr (kWithRest) {
+    auto const rest = load_halves<kSize>(rest_rows);
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < 8; ++k) {
-      probabilities(8 * i + k) = scaled[k] * (1.f / kProbabilityScale);
+    for (int i = 0; i < kSize; ++i) {
+      probabilities(i) = fmaf(rest[i], 1.f / (kProbabilityScale * kRestScale), probabilities(i));
     }
   }
 }
@@ -123,6 +151,10 @@ template <class Config>
 CUTLASS_DEVICE auto warp_rows(typename Config::SharedStorage& smem, int stage) {
   return smem.ds[stage] + first_row_of_warp() * Config::kTileM;
 }
+template <class Config>
+CUTLASS_DEVICE auto rest_rows(typename Config::SharedStorage& smem, int stage) {
+  return smem.p_rest[stage] + first_row_of_warp() * Config::kTileM;
+}
 
 // Stores dV or dK of the tile; it takes the place of V or K on its way.
 template <class Config, int kSlabColumns, class Accumulator>
@@ -184,7 +216,8 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
       q_state.advance();
       steps.advance();
       smem.pipeline_ds.empty[ds_state.stage].wait(ds_state.phase ^ 1);
-      send_probabilities(tSrS, warp_rows<Config>(smem, ds_state.stage));
+      send_probabilities<Config::kSendRest>(tSrS, warp_rows<Config>(smem, ds_state.stage),
+                                            rest_rows<Config>(smem, ds_state.stage));
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
         smem.p_full[ds_state.stage].arrive();
@@ -269,7 +302,7 @@ CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::S
       Element* rows = warp_rows<Config>(smem, ds_state.stage);
       Tensor rP = make_fragment_like(tdPrdP);
       smem.p_full[ds_state.stage].wait(ds_state.phase);
-      receive_probabilities(rP, rows);
+      receive_probabilities<Config::kSendRest>(rP, rows, rest_rows<Config>(smem, ds_state.stage));
       score_gradients(rP, tdPrdP, QueryVector<Config::kTileM>(smem.dsum[dout_state.stage]));
       convert(rP, tdKrdS);
       __syncwarp();  // the warp has read its P, and D

@@ -40,20 +40,6 @@ CUTLASS_DEVICE void write_dq(BwdKernelParams const& params, typename Config::Sha
   auto& staged = smem.dq_staged[warpgroup_idx];
   uint32_t phase = 0;
   bool const deterministic = params.dq_turn != nullptr;
-
-  // The turn is passed on when the tile has been added, not when it has been read. That takes as long as a step, so the
-  // next tile goes out before; but where that one's turn has not come, nobody shall wait for it.
-  int held_part = -1;
-  int held_turn = 0;
-  auto const pass_held = [&](auto still_pending) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (held_part >= 0) {
-      wait_bulk_writes<still_pending>();
-      fence_async_global();
-      Turn(params.dq_turn + held_part).pass(held_turn);
-      held_part = -1;
-    }
-  };
-
   TileScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
@@ -65,11 +51,9 @@ CUTLASS_DEVICE void write_dq(BwdKernelParams const& params, typename Config::Sha
                                       : last_key_block(steps.m_block * Config::kTileM, Config::kTileM, Config::kTileN,
                                                        params.seqlen_q, params.seqlen_k) -
                                             tile.block;
+      Turn const turn_of_part(params.dq_turn + part);
       if (deterministic) {
-        if (!Turn(params.dq_turn + part).has_come(turn)) {
-          pass_held(cute::_0{});
-          while (!Turn(params.dq_turn + part).has_come(turn)) {
-          }
+        while (!turn_of_part.has_come(turn)) {
         }
         fence_async_global();  // what was added before precedes the reductions of this thread
       }
@@ -82,15 +66,14 @@ CUTLASS_DEVICE void write_dq(BwdKernelParams const& params, typename Config::Sha
         cute::tma_store_wait<0>();  // it has been read, not necessarily added
         staged.empty.arrive();
         phase ^= 1;
-        pass_held(cute::_1{});
       }
       if (deterministic) {
-        held_part = part;
-        held_turn = turn;
+        wait_bulk_writes();  // it has been added, not only read
+        fence_async_global();
+        turn_of_part.pass(turn);
       }
       steps.advance();
     }
-    pass_held(cute::_0{});  // the next tile may wait for one that waits for this
   }
 }
 

@@ -27,15 +27,22 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
                 " of " + std::to_string(Config::kTileN) + " keys");
   int64_t const head_bytes =
       int64_t(params.seqlen_q) * Config::kHeadDim * (2 * sizeof(Element) + sizeof(float)) * group_size;
+  int const num_tiles = static_cast<int>(num_kv_head_batches * num_n_blocks);
+  // Heads that fit the L2, but enough of them that every CTA has a tile.
+  int const num_ctas = std::min(num_tiles, params.num_sms);
+  int64_t const l2_heads =
+      std::max<int64_t>(kBwdL2BudgetBytes / head_bytes, (num_ctas + num_n_blocks - 1) / num_n_blocks);
+
   // Under a causal mask the first n_blocks see the most queries. For deterministic sums see bwd/dq_writer.cuh; with a
   // full mask, where a head's n_blocks wait for each other from the start, as few of them as can be are at work
   // together.
   TileOrder const order = params.causal && params.deterministic   ? TileOrder::kDescending
                           : params.causal || params.deterministic ? TileOrder::kAscending
                                                                   : TileOrder::kBlocksFirst;
-  int64_t const l2_heads = params.deterministic && !params.causal
-                               ? num_kv_head_batches
-                               : std::max<int64_t>(kBwdL2BudgetBytes / head_bytes, 1);
+  int const section_heads = params.causal
+                                ? heads_that_fill_rounds(num_n_blocks, static_cast<int>(num_kv_head_batches), num_ctas,
+                                                         static_cast<int>(std::min(l2_heads, num_kv_head_batches)))
+                                : static_cast<int>(num_kv_head_batches);
 
   BwdKernelParams kernel_params{
       .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,
@@ -62,8 +69,8 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
       .softmax_scale = params.softmax_scale,
       .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
       .causal = params.causal,
-      .scheduler = make_tile_scheduler(num_n_blocks, params.num_heads_kv, params.batch, params.num_sms, order,
-                                       static_cast<int>(std::min(l2_heads, num_kv_head_batches))),
+      .scheduler =
+          make_tile_scheduler(num_n_blocks, params.num_heads_kv, params.batch, params.num_sms, order, section_heads),
   };
 
   bwd_preprocess_kernel<Element, Config::kHeadDim, Config::kTileM>

@@ -59,6 +59,24 @@ FA3_HOST_DEVICE TileSchedulerParams make_tile_scheduler(int num_blocks, int num_
           order,      section_heads, rounds_per_section, rounds_per_section * num_sections};
 }
 
+// Sections of at least `l2_heads` head_batches, and up to twice as many: the size that leaves the fewest CTAs without a
+// tile in a section's last round. Where tiles are few and long a round is a large part of all the work.
+FA3_HOST_DEVICE int heads_that_fill_rounds(int num_blocks, int num_head_batches, int num_ctas, int l2_heads) {
+  constexpr int kMostTried = 256;  // sections of more have rounds enough
+  int best_heads = l2_heads < num_head_batches ? l2_heads : num_head_batches;
+  int fewest_rounds = 0;
+  for (int heads = l2_heads; heads <= 2 * l2_heads && heads <= num_head_batches && heads <= kMostTried; ++heads) {
+    int const num_sections = (num_head_batches + heads - 1) / heads;
+    int const section_heads = (num_head_batches + num_sections - 1) / num_sections;
+    int const num_rounds = num_sections * ((section_heads * num_blocks + num_ctas - 1) / num_ctas);
+    if (fewest_rounds == 0 || num_rounds < fewest_rounds) {
+      fewest_rounds = num_rounds;
+      best_heads = section_heads;
+    }
+  }
+  return best_heads;
+}
+
 // Walks the tiles of one CTA.
 //
 // kBlocksFirst: tile number = round * num_ctas + cta, blocks fastest, so that the CTAs at work share few heads.

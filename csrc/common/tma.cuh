@@ -93,11 +93,8 @@ CUTLASS_DEVICE void reduce_add(float* global, float const* smem, int bytes) {
                : "memory");
 }
 
-// Waits until all but the last kPending bulk groups of this thread have been written, not only read from shared memory.
-template <int kPending>
-CUTLASS_DEVICE void wait_bulk_writes() {
-  asm volatile("cp.async.bulk.wait_group %0;" : : "n"(kPending) : "memory");
-}
+// Waits until the bulk groups of this thread have been written, not only read from shared memory.
+CUTLASS_DEVICE void wait_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders ordinary accesses of global memory with those of TMA.
 CUTLASS_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

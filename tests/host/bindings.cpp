@@ -53,7 +53,9 @@ PYBIND11_MODULE(fa3_host, m) {
       .def_readonly("section_heads", &fa3::TileSchedulerParams::section_heads)
       .def_readonly("rounds_per_section", &fa3::TileSchedulerParams::rounds_per_section)
       .def_readonly("num_rounds", &fa3::TileSchedulerParams::num_rounds);
-  m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_blocks"), py::arg("num_heads"),
-        py::arg("batch"), py::arg("num_sms"), py::arg("order"), py::arg("l2_heads"));
+  m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_blocks"), py::arg("num_heads"), py::arg("batch"),
+        py::arg("num_sms"), py::arg("order"), py::arg("l2_heads"));
+  m.def("heads_that_fill_rounds", &fa3::heads_that_fill_rounds, py::arg("num_blocks"), py::arg("num_head_batches"),
+        py::arg("num_ctas"), py::arg("l2_heads"));
   m.def("all_tiles", &all_tiles, py::arg("params"));
 }
