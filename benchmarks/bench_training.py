@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         if case.layer.layer in args.layers:
             calls, wrong = checked_steps(case, attentions)
             row = result_row(case, timing.time_in_turns(calls, args.rounds, timer))
-            results["rows"].append(row)
+            runner.add_row(args, results, row)
             print(table_row(row, list(attentions)), flush=True)
             problems.report(wrong)
     return runner.finish(args, results, ours_failed or problems.are_ours())

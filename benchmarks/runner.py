@@ -71,12 +71,24 @@ def start(args: argparse.Namespace, checked_against: str) -> tuple[dict, list[Pr
     return results, providers, OURS in missing
 
 
+def results_path(args: argparse.Namespace, results: dict) -> Path:
+    return args.json or args.out_dir / report.gpu_slug(results["gpu"]) / f"{args.name}.json"
+
+
+def add_row(args: argparse.Namespace, results: dict, row: dict) -> None:
+    """Adds the row, also to <results file>.partial, which is what a run that is stopped leaves."""
+    results["rows"].append(row)
+    path = results_path(args, results)
+    report.write_json(path.with_name(f"{path.name}.partial"), results)
+
+
 def finish(args: argparse.Namespace, results: dict, ours_failed: bool) -> int:
     """Writes the file; the exit status."""
+    path = results_path(args, results)
+    path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
     if ours_failed:
         print("fa3 is missing, refused a case or was wrong: no results written", file=sys.stderr)
         return 1
-    path = args.json or args.out_dir / report.gpu_slug(results["gpu"]) / f"{args.name}.json"
     report.write_json(path, results)
     print(f"written: {path}")
     return 0
@@ -158,7 +170,7 @@ def run_grid(args: argparse.Namespace, passes: Sequence[str]) -> int:
             calls, wrong = checked_pass(pass_name, case, providers)
             timings = timing.time_in_turns(calls, args.rounds, timer)
             row = report.result_row(case.as_row(pass_name), case.flops(pass_name), timings)
-            results["rows"].append(row)
+            add_row(args, results, row)
             print(report.table_row(row, names), flush=True)
             problems.report(wrong)
 

@@ -319,7 +319,23 @@ def test_nothing_is_written_when_fa3_is_wrong(without_gpu, monkeypatch, tmp_path
     arguments = ["--head-dims", "64", "--seqlens", "128", "--causal", "--commit", "abc", "--json", str(path)]
     assert bench_backward.main([*arguments, "--pass", "bwd", "--providers", "fa3", "torch-fa2"]) == 1
     assert "fa3 is WRONG" in capsys.readouterr().out
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_run_leaves_what_it_measured(without_gpu, monkeypatch, tmp_path):
+    def stop_at_causal(pass_name, case, providers):
+        if case.causal:
+            raise KeyboardInterrupt
+        return checked_pass(pass_name, case, providers)
+
+    checked_pass = runner.checked_pass
+    monkeypatch.setattr(runner, "checked_pass", stop_at_causal)
+    arguments = ["--head-dims", "64", "--seqlens", "128", "--commit", "abc", "--json", str(tmp_path / "forward.json")]
+    with pytest.raises(KeyboardInterrupt):
+        bench_forward.main([*arguments, "--providers", "fa3"])
+    (left,) = tmp_path.iterdir()
+    assert left.name == "forward.json.partial"
+    assert [row["causal"] for row in json.loads(left.read_text())["rows"]] == [False]
 
 
 def test_training_benchmark_from_start_to_end(without_gpu, tmp_path):
