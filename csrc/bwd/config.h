@@ -42,8 +42,15 @@ struct BwdConfig {
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
   static constexpr int kNumThreads = cutlass::NumThreadsPerWarpGroup + kConsumerThreads;
+
+  // Registers per thread. At entry every warpgroup has the same share of the 64 K; the producer gives most of its own
+  // away.
+  static constexpr int kEntryRegisters = 65536 / kNumThreads / 8 * 8;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters <=
+                    (1 + kConsumerWarpgroups) * kEntryRegisters,
+                "setmaxnreg would wait for ever for registers that the CTA does not have");
 
   // A warpgroup's columns of dQ start at a slab of K: WGMMA cannot begin a transposed operand inside of one.
   static constexpr int kSlabColumns = slab_columns(kHeadDim);

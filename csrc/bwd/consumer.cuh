@@ -86,7 +86,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   // First of the warp's 16 keys among the CTA's. From threadIdx, which costs no register from step to step.
   int const warp_key = (threadIdx.x / cutlass::NumThreadsPerWarp - cutlass::NumWarpsPerWarpGroup) * kRowsPerWarp;
 
-  // Registers allow for one query block's S and dP only, hence the two places where dP and dQ take turns.
+  // Registers hold one S and one dP, and dQ takes the place of dP: dP of the next step waits until dQ has been staged.
   auto const issue_s = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     smem.pipeline_q.wait(q_state);
     gemm(mma_s, not_hoisted(tSrK), tSrQ(_, _, _, q_state.stage), tSrS, /*accumulate=*/false);

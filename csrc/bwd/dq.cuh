@@ -6,7 +6,8 @@
 //   tile[warpgroup][register / 4][thread][register % 4]
 //
 // so that threads write shared memory in 16-byte units without bank conflicts, and a warpgroup's part is one contiguous
-// piece for the bulk reduction. common/layout.cuh says which row and column a register is.
+// piece for the bulk reduction. Wide heads: a warpgroup's columns are computed, and lie here, slice after slice, each
+// in this order. common/layout.cuh says which row and column a register is.
 #pragma once
 
 #include <cute/tensor.hpp>

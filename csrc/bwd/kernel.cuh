@@ -1,10 +1,9 @@
 // Backward: dQ, dK and dV of attention (FlashAttention-3, arXiv 2407.08608, algorithm 3). Read this file first.
 //
 //   warpgroup 0, warp 0        producer: issues all TMA loads (bwd/producer.cuh)
-//   warpgroup 0, warps 1, 2     dq_writer: one per consumer warpgroup (bwd/dq_writer.cuh)
-//   warpgroups 1, 2            consumers: all GEMMs and what lies between them (bwd/consumer.cuh, for head_dim above
-//   128
-//                              bwd/consumer_wide.cuh; bwd/pointwise.cuh, bwd/epilogue.cuh)
+//   warpgroup 0, warps 1, 2    dq_writer: one per consumer warpgroup (bwd/dq_writer.cuh)
+//   warpgroups 1, 2            consumers: all GEMMs and what lies between them (bwd/pointwise.cuh, bwd/epilogue.cuh)
+//                              head_dim up to 128: bwd/consumer.cuh; above: bwd/consumer_wide.cuh
 //
 // before it, bwd/preprocess.cuh: D, lse in base 2, dQ accumulator cleared; after it, bwd/postprocess.cuh: dQ.
 #pragma once

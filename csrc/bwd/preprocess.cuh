@@ -14,8 +14,8 @@ namespace fa3 {
 constexpr int kPreprocessThreads = 256;
 constexpr float kLargestLse = 4194304.f;  // 2^22
 
-// One CTA per tile of kTileM query rows of one head. A row is read by kHeadDim / 8 neighbouring threads (a power of two
-// of them), 16 bytes each.
+// One CTA per tile of kTileM query rows of one head. A row is read by neighbouring threads, 16 bytes each: as many as
+// a row of kHeadDim has, rounded up to a power of two.
 template <class Element, int kHeadDim, int kTileM>
 __global__ void __launch_bounds__(kPreprocessThreads)
     bwd_preprocess_kernel(BwdParams const params, int num_m_blocks, int turns_per_tile) {
