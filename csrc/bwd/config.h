@@ -1,6 +1,8 @@
 // Everything that is fixed when a backward kernel is compiled: tile shape, stages, layouts, shared memory.
 #pragma once
 
+#include <numeric>
+
 #include <cute/tensor.hpp>
 
 #include <cutlass/cutlass.h>
@@ -54,17 +56,19 @@ struct BwdConfig {
 
   // A warpgroup's columns of dQ start at a slab of K: WGMMA cannot begin a transposed operand inside of one.
   static constexpr int kSlabColumns = slab_columns(kHeadDim);
-  static constexpr int kSlabColumnsK = kDqColumns % kSlabColumns == 0 ? kSlabColumns : 32;
+  static constexpr int kSlabColumnsK = std::gcd(kDqColumns, kSlabColumns);  // 64, 32 or 16
   static_assert(kHeadDim % kSlabColumns == 0 && kDqColumns % kSlabColumnsK == 0);
 
   // Shared-memory layouts, as TMA writes them (common/tma.cuh): (rows, kHeadDim), and the same bytes seen as
   // (kHeadDim, rows) where the rows are what a product sums over.
   template <int kColumns>
   using KMajorAtom = std::conditional_t<kColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
-                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+                                        std::conditional_t<kColumns == 32, cute::GMMA::Layout_K_SW64_Atom<Element>,
+                                                           cute::GMMA::Layout_K_SW32_Atom<Element>>>;
   template <int kColumns>
   using MnMajorAtom = std::conditional_t<kColumns == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
-                                         cute::GMMA::Layout_MN_SW64_Atom<Element>>;
+                                         std::conditional_t<kColumns == 32, cute::GMMA::Layout_MN_SW64_Atom<Element>,
+                                                            cute::GMMA::Layout_MN_SW32_Atom<Element>>>;
   template <int kRows, int kStages, int kColumns = kSlabColumns>
   using LayoutRows = decltype(cute::tile_to_shape(
       KMajorAtom<kColumns>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));

@@ -16,6 +16,7 @@ struct BwdTile {
 };
 
 constexpr BwdTile kBwdHdim64{64, 128, 3, 2, 3, 32, true, true};
+constexpr BwdTile kBwdHdim96{64, 128, 3, 2, 3, 48, false, false};
 constexpr BwdTile kBwdHdim128{64, 128, 3, 2, 3, 64, false, false};
 constexpr BwdTile kBwdHdim192{64, 64, 2, 2, 3, 32, false, true};
 constexpr BwdTile kBwdHdim256{64, 64, 2, 1, 2, 64, false, true};

@@ -30,7 +30,7 @@ constexpr int slab_columns(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; 
 // Where the 16-byte chunk `chunk` of a slab's row `row` lies in that row: the swizzle that TMA and WGMMA apply.
 template <int kSlabColumns>
 CUTLASS_DEVICE int swizzled_chunk(int row, int chunk) {
-  return kSlabColumns == 64 ? chunk ^ (row % 8) : chunk ^ (row / 2 % 4);
+  return kSlabColumns == 64 ? chunk ^ (row % 8) : kSlabColumns == 32 ? chunk ^ (row / 2 % 4) : chunk ^ (row / 4 % 2);
 }
 
 template <class Element>
@@ -66,10 +66,12 @@ CUtensorMap make_tensor_map(TensorArg const& tensor, int head_dim, int seqlen, i
   cuuint32_t const box[4] = {kSlabColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  CUresult const result = tensor_map_encoder()(
-      &map, tensor_map_type<Element>(), 4, tensor.data, sizes, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, kSlabColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result = tensor_map_encoder()(&map, tensor_map_type<Element>(), 4, tensor.data, sizes, strides, box,
+                                               element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                               kSlabColumns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                               : kSlabColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                    : CU_TENSOR_MAP_SWIZZLE_32B,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FA3_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result));
   return map;
 }
