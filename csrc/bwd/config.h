@@ -41,6 +41,9 @@ struct BwdConfig {
   static_assert(kTileN == (kWide ? 1 : kConsumerWarpgroups) * kRowsPerWarpgroup);
   static_assert(kWide ? kStagesQ >= 2 && kDqSlices > 1 : kStagesQ >= 3 && kStagesDs == kStagesQ && kDqSlices == 1);
 
+  static constexpr int kDqWriters = 3;  // warps; a step's dQ is written by number (steps before it) % 3
+  static_assert(kWide || kStagesQ == kDqWriters, "the stage of Q tells the writer");
+
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
   static constexpr int kNumThreads = cutlass::NumThreadsPerWarpGroup + kConsumerThreads;
@@ -133,7 +136,7 @@ struct BwdConfig {
     Pipeline<kStagesDout> pipeline_dout;
     Pipeline<kStagesDs> pipeline_ds;
     cutlass::arch::ClusterBarrier p_full[kStagesDs];  // wide heads: P is there, for dS to take its place
-    HandOver dq_staged[kConsumerWarpgroups];
+    HandOver<kDqWriters> dq_staged[kConsumerWarpgroups];
   };
   // The dynamic shared memory of a CTA starts 1024-byte aligned when there is no static shared memory.
   static constexpr int kSmemBytes = sizeof(SharedStorage);

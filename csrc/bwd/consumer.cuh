@@ -18,7 +18,7 @@
 //
 // pipeline       filled by            full arrivals            freed by        empty arrivals
 // ds             all consumers        one per consumer warp    all consumers   one per consumer warp
-// dq_staged[w]   this warpgroup       one per warp             dq_writer w     1
+// dq_staged[w]   this warpgroup       one per warp             a dq_writer     1
 //
 // Q of a step is in use until its dK, when S of the next has long been issued: three stages. dO needs two.
 #pragma once
@@ -118,11 +118,11 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     dq_staged.empty.wait(dout_state.stage ^ late);
     stage_accumulator(tdQrdQ, smem.dq[warpgroup_idx]);
   };
-  auto const hand_over_dq = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+  auto const hand_over_dq = [&](int stage) CUTLASS_LAMBDA_FUNC_INLINE {
     cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
     __syncwarp();
     if (cutlass::canonical_lane_idx() == 0) {
-      dq_staged.full.arrive();
+      dq_staged.full[stage].arrive();
     }
   };
   auto const release_dout = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -186,7 +186,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
       issue_dp();
       compute_p(cute::false_type{});
       if constexpr (!is_first) {
-        hand_over_dq();  // its fence waits for what was written long ago
+        hand_over_dq(q_state.stage);  // of three steps before; the fence waits for what was written long ago
       }
       warpgroup_wait<1>();  // dP
     };
@@ -219,7 +219,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
       issue_dq(ds_state.previous());
       warpgroup_wait<0>();
       stage_dq(ds_state.previous(), /*late=*/true);
-      hand_over_dq();
+      hand_over_dq(ds_state.previous().stage);
     }
     issue_dq(ds_state);
     issue_dk(ds_state.stage, several_steps);
@@ -237,7 +237,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     store_gradient<Config, Config::kSlabColumns>(params.dv, tdVrdV, 1.f, v_rows, warp_row, tile);
     warpgroup_wait<1>();  // dQ
     stage_dq(ds_state, /*late=*/false);
-    hand_over_dq();
+    hand_over_dq(ds_state.stage);
     warpgroup_wait<0>();  // dK
     smem.pipeline_q.release(ds_state);
     cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K and dS for dQ

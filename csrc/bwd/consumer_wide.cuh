@@ -131,18 +131,20 @@ class WideDq {
       cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
-        staged.full.arrive();
+        staged.full[writer_].arrive();
       }
       if (slice == 0) {
         after_slice();
       }
     }
+    writer_ = writer_ + 1 == Config::kDqWriters ? 0 : writer_ + 1;
   }
 
  private:
   SharedStorage& smem_;
   int const warpgroup_idx_;
   uint32_t phase_ = 1;  // the buffer is empty at first
+  int writer_ = 0;      // of the step
 };
 
 CUTLASS_DEVICE int first_row_of_warp() { return threadIdx.x % cutlass::NumThreadsPerWarpGroup / 32 * kRowsPerWarp; }
@@ -154,6 +156,13 @@ CUTLASS_DEVICE auto warp_rows(typename Config::SharedStorage& smem, int stage) {
 template <class Config>
 CUTLASS_DEVICE auto rest_rows(typename Config::SharedStorage& smem, int stage) {
   return smem.p_rest[stage] + first_row_of_warp() * Config::kTileM;
+}
+
+// Waits until the other warpgroup has come here too: both have read K and V for the last time.
+template <class Config>
+CUTLASS_DEVICE void meet_other_warpgroup(int warpgroup_idx) {
+  cutlass::arch::NamedBarrier::arrive(Config::kConsumerThreads, kWarpgroup + 1 - warpgroup_idx);
+  cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kWarpgroup + warpgroup_idx);
 }
 
 // Stores dV or dK of the tile; it takes the place of V or K on its way.

@@ -1,7 +1,7 @@
 // Backward: dQ, dK and dV of attention (FlashAttention-3, arXiv 2407.08608, algorithm 3). Read this file first.
 //
 //   warpgroup 0, warp 0        producer: issues all TMA loads (bwd/producer.cuh)
-//   warpgroup 0, warps 1, 2    dq_writer: one per consumer warpgroup (bwd/dq_writer.cuh)
+//   warpgroup 0, warps 1 to 3  dq_writer: take the steps in turn (bwd/dq_writer.cuh)
 //   warpgroups 1, 2            consumers: all GEMMs and what lies between them (bwd/pointwise.cuh, bwd/epilogue.cuh)
 //                              head_dim up to 128: bwd/consumer.cuh; above: bwd/consumer_wide.cuh
 //
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_kernel(__grid_cons
     int const warp_idx = cutlass::canonical_warp_idx_sync();
     if (warp_idx == 0 && cute::elect_one_sync()) {
       produce<Config>(params, smem);
-    } else if (1 <= warp_idx && warp_idx <= Config::kConsumerWarpgroups && cute::elect_one_sync()) {
+    } else if (1 <= warp_idx && warp_idx <= Config::kDqWriters && cute::elect_one_sync()) {
       write_dq<Config>(params, smem, warp_idx - 1);
     }
   } else {

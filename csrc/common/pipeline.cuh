@@ -67,13 +67,17 @@ struct Pipeline {
 // they touch memory. No instruction.
 CUTLASS_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// One buffer that consumer warps fill and a single thread empties.
+// One buffer that consumer warps fill and kNumReaders threads empty in turn. Each reader has a full barrier of its own:
+// one that waits for every third phase of a barrier could not tell phases apart.
+template <int kNumReaders>
 struct HandOver {
-  cutlass::arch::ClusterBarrier full;
+  cutlass::arch::ClusterBarrier full[kNumReaders];
   cutlass::arch::ClusterBarrier empty;
 
   CUTLASS_DEVICE void init(int num_filling_warps) {
-    full.init(num_filling_warps);
+    for (auto& barrier : full) {
+      barrier.init(num_filling_warps);
+    }
     empty.init(1);
   }
 };
