@@ -15,6 +15,7 @@
 #include "bwd/consumer_wide.cuh"
 #include "bwd/dq_writer.cuh"
 #include "bwd/producer.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace fa3 {
 
@@ -40,13 +41,16 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_kernel(__grid_cons
   }
   __syncthreads();
 
+  let_next_kernel_begin();
   int const warpgroup_idx = cutlass::canonical_warp_group_idx();
   if (warpgroup_idx == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     int const warp_idx = cutlass::canonical_warp_idx_sync();
     if (warp_idx == 0 && cute::elect_one_sync()) {
+      wait_for_kernel_before();
       produce<Config>(params, smem);
     } else if (1 <= warp_idx && warp_idx <= Config::kDqWriters && cute::elect_one_sync()) {
+      wait_for_kernel_before();
       write_dq<Config>(params, smem, warp_idx - 1);
     }
   } else {

@@ -79,21 +79,33 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
   FA3_CHECK_CUDA(cudaGetLastError());
   auto* kernel = bwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));
-  // CTAs that wait for each other's turn must all be on the GPU: a cooperative launch waits until they can be.
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
+  // CTAs that wait for each other's turn must all be on the GPU: a cooperative launch waits until they can be. Else the
+  // kernel may begin while the preprocess ends; the postprocess in any case while this one does.
+  cudaLaunchAttribute attribute{};
+  if (params.deterministic) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(kernel_params.scheduler.num_ctas);
   config.blockDim = dim3(Config::kNumThreads);
   config.dynamicSmemBytes = Config::kSmemBytes;
   config.stream = stream;
-  config.attrs = &cooperative;
-  config.numAttrs = params.deterministic ? 1 : 0;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   FA3_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, kernel_params));
-  bwd_postprocess_kernel<Element, Config::kHeadDim, Config::kDqColumns>
-      <<<static_cast<unsigned>(num_q_tiles), kPostprocessThreads, 0, stream>>>(params, num_m_blocks);
-  FA3_CHECK_CUDA(cudaGetLastError());
+
+  attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.gridDim = dim3(static_cast<unsigned>(num_q_tiles));
+  config.blockDim = dim3(kPostprocessThreads);
+  config.dynamicSmemBytes = 0;
+  FA3_CHECK_CUDA(cudaLaunchKernelEx(&config, bwd_postprocess_kernel<Element, Config::kHeadDim, Config::kDqColumns>,
+                                    params, num_m_blocks));
 }
 
 // The row of the kernel table for BwdConfig<Element, kHeadDim, kTile>.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bwd/dq.cuh"
+#include "common/dependent_launch.cuh"
 #include "params.h"
 
 namespace fa3 {
@@ -18,6 +19,7 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   constexpr int kRowPitch = kHeadDim + 8;  // 16 bytes more, so that a column does not lie in one bank
   __shared__ alignas(16) Element rows[kTileM][kRowPitch];
 
+  wait_for_kernel_before();
   int64_t const tile = blockIdx.x;
   int64_t const head_batch = tile / num_m_blocks;
   int const m_block = static_cast<int>(tile - head_batch * num_m_blocks);

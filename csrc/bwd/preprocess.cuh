@@ -7,6 +7,7 @@
 
 #include <cutlass/numeric_conversion.h>
 
+#include "common/dependent_launch.cuh"
 #include "params.h"
 
 namespace fa3 {
@@ -25,6 +26,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   using Vector = cutlass::AlignedArray<Element, 8>;
   using ToFloat = cutlass::NumericArrayConverter<float, Element, 8>;
 
+  let_next_kernel_begin();
   int64_t const tile = blockIdx.x;
   int64_t const head_batch = tile / num_m_blocks;
   int const m_block = static_cast<int>(tile - head_batch * num_m_blocks);
