@@ -128,7 +128,7 @@ def test_first_query_near_the_largest_sizes(seqlen_q, seqlen_k, key, causal):
 
 # --- TileScheduler
 
-orders = st.sampled_from(["kBlocksFirst", "kAscending", "kDescending"])
+orders = st.sampled_from(["kEqual", "kAscending", "kDescending"])
 
 
 def check_covers_all(host, num_blocks, num_heads, batch, params) -> np.ndarray:
@@ -153,7 +153,7 @@ def check_covers_all(host, num_blocks, num_heads, batch, params) -> np.ndarray:
     l2_heads=st.integers(1, 300),
 )
 @example(num_blocks=1, num_heads=65, batch=1009, num_sms=132, order="kDescending", l2_heads=1)
-@example(num_blocks=1, num_heads=65, batch=1009, num_sms=132, order="kBlocksFirst", l2_heads=1)
+@example(num_blocks=1, num_heads=65, batch=1009, num_sms=132, order="kEqual", l2_heads=1)
 @example(num_blocks=3, num_heads=7, batch=9500, num_sms=132, order="kDescending", l2_heads=66500)
 @example(num_blocks=2, num_heads=71, batch=1, num_sms=132, order="kDescending", l2_heads=71)
 @example(num_blocks=5000, num_heads=3, batch=1, num_sms=132, order="kDescending", l2_heads=2)
@@ -167,14 +167,19 @@ def test_every_tile_is_visited_once(num_blocks, num_heads, batch, num_sms, order
 
 
 @pytest.mark.parametrize(("num_blocks", "heads", "num_sms"), [(8, 66, 132), (16, 33, 132), (3, 5, 4), (1, 300, 132)])
-def test_blocks_first(host, num_blocks, heads, num_sms):
-    """block fastest: tile n goes to CTA n % num_ctas, and the CTAs at work share few heads."""
-    params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, host.TileOrder.kBlocksFirst, 1)
-    cta, block, head, _ = check_covers_all(host, num_blocks, heads, 1, params).T
-    number = head * num_blocks + block
-    assert (number % params.num_ctas == cta).all()
-    for c in range(params.num_ctas):
-        assert (np.diff(number[cta == c]) == params.num_ctas).all()
+@pytest.mark.parametrize("section_heads", [1, 3, 33])
+def test_equal(host, num_blocks, heads, num_sms, section_heads):
+    """Section after section, a block of its heads after the other: tile n goes to CTA n % num_ctas, in round n // it."""
+    params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, host.TileOrder.kEqual, section_heads)
+    tiles = check_covers_all(host, num_blocks, heads, 1, params)
+    in_order = [
+        (block, head)
+        for first in range(0, heads, section_heads)
+        for block in range(num_blocks)
+        for head in range(first, min(first + section_heads, heads))
+    ]
+    for cta in range(params.num_ctas):
+        assert [(m, h) for c, m, h, _ in tiles.tolist() if c == cta] == in_order[cta :: params.num_ctas]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +222,7 @@ def test_turns_of_the_deterministic_backward_end(num_n_blocks, num_heads, batch,
     """Each CTA does its tiles in order, and a tile of keys only after the one before it of the same head."""
     host = load()
     l2_heads = min(l2_heads, num_heads * batch)
-    order = host.TileOrder.kDescending if causal else host.TileOrder.kAscending
+    order = host.TileOrder.kDescending if causal else host.TileOrder.kEqual
     params = host.make_tile_scheduler(num_n_blocks, num_heads, batch, num_sms, order, l2_heads)
     work = [[] for _ in range(params.num_ctas)]  # per CTA, the last first
     for cta, n_block, head, batch_idx in reversed(host.all_tiles(params).tolist()):

@@ -12,6 +12,8 @@ namespace fa3 {
 
 // Q, dO and the fp32 dQ of the heads that run together should stay in the L2 (50 MB on H100, 60 MB on H200).
 constexpr int64_t kBwdL2BudgetBytes = 40 << 20;
+// Deterministic: the most n_blocks of a head that begin together, where there are other heads to begin instead.
+constexpr int kMostTurns = 8;
 
 template <class Config>
 void launch_bwd(BwdParams const& params, cudaStream_t stream) {
@@ -27,22 +29,21 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
                 " of " + std::to_string(Config::kTileN) + " keys");
   int64_t const head_bytes =
       int64_t(params.seqlen_q) * Config::kHeadDim * (2 * sizeof(Element) + sizeof(float)) * group_size;
-  int const num_tiles = static_cast<int>(num_kv_head_batches * num_n_blocks);
-  // Heads that fit the L2, but enough of them that every CTA has a tile.
-  int const num_ctas = std::min(num_tiles, params.num_sms);
-  int64_t const l2_heads =
-      std::max<int64_t>(kBwdL2BudgetBytes / head_bytes, (num_ctas + num_n_blocks - 1) / num_n_blocks);
-
-  // Under a causal mask the first n_blocks see the most queries. For deterministic sums see bwd/dq_writer.cuh; with a
-  // full mask, where a head's n_blocks wait for each other from the start, as few of them as can be are at work
-  // together.
-  TileOrder const order = params.causal && params.deterministic   ? TileOrder::kDescending
-                          : params.causal || params.deterministic ? TileOrder::kAscending
-                                                                  : TileOrder::kBlocksFirst;
-  int const section_heads = params.causal
-                                ? heads_that_fill_rounds(num_n_blocks, static_cast<int>(num_kv_head_batches), num_ctas,
-                                                         static_cast<int>(std::min(l2_heads, num_kv_head_batches)))
-                                : static_cast<int>(num_kv_head_batches);
+  int const num_head_batches = static_cast<int>(num_kv_head_batches);
+  int const num_ctas = std::min(num_head_batches * num_n_blocks, params.num_sms);
+  // Heads that fit the L2, but enough of them that every CTA has a tile and that, for deterministic sums, only few
+  // n_blocks of a head are at work together: these wait for each other (bwd/dq_writer.cuh).
+  int const most_blocks_of_a_head = params.deterministic ? std::min(num_n_blocks, kMostTurns) : num_n_blocks;
+  int const l2_heads = static_cast<int>(std::min<int64_t>(
+      std::max<int64_t>(kBwdL2BudgetBytes / head_bytes, (num_ctas + most_blocks_of_a_head - 1) / most_blocks_of_a_head),
+      num_head_batches));
+  // Under a causal mask the first n_blocks see the most queries.
+  TileOrder const order = !params.causal         ? TileOrder::kEqual
+                          : params.deterministic ? TileOrder::kDescending
+                                                 : TileOrder::kAscending;
+  int const section_heads = params.causal ? heads_that_fill_rounds(num_n_blocks, num_head_batches, num_ctas, l2_heads)
+                            : params.deterministic ? l2_heads
+                                                   : 1;
 
   BwdKernelParams kernel_params{
       .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,

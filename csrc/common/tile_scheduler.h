@@ -13,10 +13,11 @@ struct Tile {
   int batch_idx;
 };
 
-// What goes fastest from tile to tile, and which way the blocks of a head go.
+// In every order the head_batches are cut into sections; within one, a block of all its heads comes before the next
+// block.
 enum class TileOrder {
-  kBlocksFirst,  // block by block through one head after the other: few heads are at work
-  kAscending,    // a block of all heads of a section, then the next block
+  kEqual,      // tiles of equal work, blocks ascending
+  kAscending,  // causal: the work of a head's blocks rises or falls linearly; blocks ascending, or
   kDescending,
 };
 
@@ -26,30 +27,33 @@ struct TileSchedulerParams {
   int num_head_batches;  // heads x batch; neighbours share K and V where GQA lets them
   int num_ctas;
   TileOrder order;
-  int section_heads;  // kAscending, kDescending: head_batches that are worked on together
+  int section_heads;  // head_batches that are worked on together
   int rounds_per_section;
   int num_rounds;
 };
 
-// Builds the parameters. `l2_heads` is the number of head_batches whose tensors fit the L2 together.
+// Builds the parameters. kEqual takes sections of `section_heads`; the other orders of nearly as many, so that the last
+// section is not much smaller and a section gives every CTA work.
 FA3_HOST_DEVICE TileSchedulerParams make_tile_scheduler(int num_blocks, int num_heads, int batch, int num_sms,
-                                                        TileOrder order, int l2_heads) {
+                                                        TileOrder order, int section_heads) {
   int const num_head_batches = num_heads * batch;
   int const num_tiles = num_blocks * num_head_batches;
   int const num_ctas = num_tiles < num_sms ? num_tiles : num_sms;
-  int section_heads = num_head_batches;
-  if (order != TileOrder::kBlocksFirst) {
-    int const one_round = (num_ctas + num_blocks - 1) / num_blocks;  // fewer heads would leave CTAs without work
-    int const most = l2_heads > one_round ? l2_heads : one_round;
-    if (most < num_head_batches) {
-      int const num_sections = (num_head_batches + most - 1) / most;
-      section_heads = (num_head_batches + num_sections - 1) / num_sections;  // sections of nearly equal size
-      // Better, where some number of heads allows it: sections that fill a whole, even number of rounds.
-      for (int heads = 1; heads <= most + most / 16; ++heads) {
-        if (heads * num_blocks % (2 * num_ctas) == 0) {
-          section_heads = heads;
-          break;
-        }
+  if (order == TileOrder::kEqual) {
+    int const num_rounds = (num_tiles + num_ctas - 1) / num_ctas;
+    return {num_blocks, num_heads, num_head_batches, num_ctas, order, section_heads, num_rounds, num_rounds};
+  }
+  int const one_round = (num_ctas + num_blocks - 1) / num_blocks;  // fewer heads would leave CTAs without work
+  int const most = section_heads > one_round ? section_heads : one_round;
+  section_heads = num_head_batches;
+  if (most < num_head_batches) {
+    int const num_sections = (num_head_batches + most - 1) / most;
+    section_heads = (num_head_batches + num_sections - 1) / num_sections;  // sections of nearly equal size
+    // Better, where some number of heads allows it: sections that fill a whole, even number of rounds.
+    for (int heads = 1; heads <= most + most / 16; ++heads) {
+      if (heads * num_blocks % (2 * num_ctas) == 0) {
+        section_heads = heads;
+        break;
       }
     }
   }
@@ -79,11 +83,12 @@ FA3_HOST_DEVICE int heads_that_fill_rounds(int num_blocks, int num_head_batches,
 
 // Walks the tiles of one CTA.
 //
-// kBlocksFirst: tile number = round * num_ctas + cta, blocks fastest, so that the CTAs at work share few heads.
+// kEqual: tile number = round * num_ctas + cta, through one section after the other. Sections of one head: block by
+// block through it, so that the CTAs at work share few heads.
 //
-// kAscending and kDescending, for causal masks: head_batches are cut into sections that fit the L2. Within a section
-// tiles go from block to block, heads fastest; odd rounds run over the CTAs backwards. Work falls (or rises) linearly
-// from round to round, so a forward and a backward round add up to the same work for every CTA:
+// kAscending and kDescending: each section begins with a round of its own, and odd rounds run over the CTAs backwards.
+// Work falls (or rises) linearly from round to round, so a forward and a backward round add up to the same work for
+// every CTA:
 //
 //   round 0   CTA 0 1 2 3   work 12 11 10  9
 //   round 1   CTA 3 2 1 0   work  8  7  6  5     -> CTA 0: 12 + 5, CTA 1: 11 + 6, ...
@@ -106,29 +111,29 @@ class TileScheduler {
   FA3_HOST_DEVICE bool tile_of_round(unsigned round, Tile& tile) const {
     unsigned const num_ctas = params_.num_ctas;
     unsigned const num_blocks = params_.num_blocks;
-    unsigned head_batch;
-    if (params_.order != TileOrder::kBlocksFirst) {
-      unsigned const section = round / unsigned(params_.rounds_per_section);
-      unsigned const round_in_section = round - section * params_.rounds_per_section;
-      unsigned const position = round_in_section * num_ctas + (round % 2 == 0 ? cta_ : num_ctas - 1 - cta_);
-      unsigned const first_head = section * params_.section_heads;
-      unsigned const heads_left = params_.num_head_batches - first_head;
-      unsigned const heads =
-          heads_left < unsigned(params_.section_heads) ? heads_left : unsigned(params_.section_heads);
-      unsigned const row = position / heads;
-      if (row >= num_blocks) {
-        return false;  // the section does not fill its last round
-      }
-      tile.block = params_.order == TileOrder::kAscending ? row : num_blocks - 1 - row;
-      head_batch = first_head + position - row * heads;
-    } else {
+    unsigned section, position;  // of the tile in its section
+    if (params_.order == TileOrder::kEqual) {
       unsigned const number = round * num_ctas + cta_;
-      head_batch = number / num_blocks;
-      if (head_batch >= unsigned(params_.num_head_batches)) {
+      if (number >= num_blocks * params_.num_head_batches) {
         return false;
       }
-      tile.block = number - head_batch * num_blocks;
+      unsigned const section_tiles = params_.section_heads * num_blocks;
+      section = number / section_tiles;
+      position = number - section * section_tiles;
+    } else {
+      section = round / unsigned(params_.rounds_per_section);
+      unsigned const round_in_section = round - section * params_.rounds_per_section;
+      position = round_in_section * num_ctas + (round % 2 == 0 ? cta_ : num_ctas - 1 - cta_);
     }
+    unsigned const first_head = section * params_.section_heads;
+    unsigned const heads_left = params_.num_head_batches - first_head;
+    unsigned const heads = heads_left < unsigned(params_.section_heads) ? heads_left : unsigned(params_.section_heads);
+    unsigned const row = position / heads;
+    if (row >= num_blocks) {
+      return false;  // past the section's end, in a last round that it does not fill
+    }
+    tile.block = params_.order == TileOrder::kDescending ? num_blocks - 1 - row : row;
+    unsigned const head_batch = first_head + position - row * heads;
     unsigned const batch_idx = head_batch / unsigned(params_.num_heads);
     tile.batch_idx = batch_idx;
     tile.head_idx = head_batch - batch_idx * params_.num_heads;

@@ -42,8 +42,8 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
       .causal = params.causal,
       .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms,
                                        // causal: the last blocks see the most keys
-                                       params.causal ? TileOrder::kDescending : TileOrder::kBlocksFirst,
-                                       static_cast<int>(std::min(l2_heads, num_head_batches))),
+                                       params.causal ? TileOrder::kDescending : TileOrder::kEqual,
+                                       params.causal ? static_cast<int>(std::min(l2_heads, num_head_batches)) : 1),
   };
   auto* kernel = fwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));

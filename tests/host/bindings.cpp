@@ -44,7 +44,7 @@ PYBIND11_MODULE(fa3_host, m) {
         py::arg("seqlen_q"), py::arg("seqlen_k"));
 
   py::enum_<fa3::TileOrder>(m, "TileOrder")
-      .value("kBlocksFirst", fa3::TileOrder::kBlocksFirst)
+      .value("kEqual", fa3::TileOrder::kEqual)
       .value("kAscending", fa3::TileOrder::kAscending)
       .value("kDescending", fa3::TileOrder::kDescending);
   py::class_<fa3::TileSchedulerParams>(m, "TileSchedulerParams")
@@ -54,7 +54,7 @@ PYBIND11_MODULE(fa3_host, m) {
       .def_readonly("rounds_per_section", &fa3::TileSchedulerParams::rounds_per_section)
       .def_readonly("num_rounds", &fa3::TileSchedulerParams::num_rounds);
   m.def("make_tile_scheduler", &fa3::make_tile_scheduler, py::arg("num_blocks"), py::arg("num_heads"), py::arg("batch"),
-        py::arg("num_sms"), py::arg("order"), py::arg("l2_heads"));
+        py::arg("num_sms"), py::arg("order"), py::arg("section_heads"));
   m.def("heads_that_fill_rounds", &fa3::heads_that_fill_rounds, py::arg("num_blocks"), py::arg("num_head_batches"),
         py::arg("num_ctas"), py::arg("l2_heads"));
   m.def("all_tiles", &all_tiles, py::arg("params"));
