@@ -260,7 +260,7 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
     }
     dq.compute(ds_state.previous(), nothing, nothing);
 
-    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // V has been read for the last dP
+    meet_other_warpgroup<Config>(0);
     store_wide_gradient<Config, Config::kSlabColumns>(params.dv, tdVrdV, 1.f, smem.v, tile);
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);
@@ -347,7 +347,7 @@ CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::S
     issue_dk(accumulate);
     dq.compute(ds_state.previous(), release_q, nothing);
 
-    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K for dQ
+    meet_other_warpgroup<Config>(1);
     store_wide_gradient<Config, Config::kSlabColumnsK>(params.dk, tdKrdK, params.softmax_scale, smem.k, tile);
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);

@@ -10,9 +10,10 @@ namespace fa3 {
 // kTurn + w    consumer warpgroup w     the warpgroup whose turn ended   256
 enum FwdNamedBarrier : uint32_t { kTurn = 0 };
 
-// backward         waits and arrives        threads
-// kConsumers       all consumers            all consumers
-// kWarpgroup + w   consumer warpgroup w     128
+// backward         waits                    arrives                   threads
+// kConsumers       all consumers            all consumers             256
+// kWarpgroup + w   consumer warpgroup w     consumer warpgroup w      128   head_dim up to 128
+//                  consumer warpgroup w     the other one too         256   above
 enum BwdNamedBarrier : uint32_t { kConsumers = 0, kWarpgroup = 1 };
 
 // Ping-pong: the consumer warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of the
