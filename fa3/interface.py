@@ -135,9 +135,8 @@ def flash_attn_func(
     path = choose_path(q.device)
     if path == "hopper":
         check_kernel_dtype(q)
-        out, lse = ops.fwd(q, k, v, softmax_scale, causal, deterministic)
-    else:
-        out, lse = ops.portable_fwd(q, k, v, softmax_scale, causal, deterministic)
+    forward = ops.fwd if path == "hopper" else ops.portable_fwd
+    out, lse = ops.attend(forward, q, k, v, softmax_scale, causal, deterministic)
     return (out, lse) if return_attn_probs or return_lse else out
 
 

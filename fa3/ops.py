@@ -91,6 +91,18 @@ def _refuse_second_backward(ctx, *grads):
     raise NotImplementedError("flash_attn_func: second derivatives are not implemented (create_graph=True)")
 
 
+def _autograd_function(forward: torch._ops.OpOverload, backward: torch._ops.OpOverload) -> type:
+    class FlashAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs) -> tuple[Tensor, Tensor]:
+            output = forward(*inputs)
+            _save_for_backward(ctx, inputs, output)
+            return output
+
+    FlashAttention.backward = staticmethod(_backward_with(backward))
+    return FlashAttention
+
+
 for _forward, _backward in _PATHS:
     torch.library.register_fake(_forward, _fake_forward, lib=_definitions)
     torch.library.register_fake(_backward, _fake_backward, lib=_definitions)
@@ -98,6 +110,25 @@ for _forward, _backward in _PATHS:
         _forward, _backward_with(_backward), setup_context=_save_for_backward, lib=_definitions
     )
     torch.library.register_autograd(_backward, _refuse_second_backward, lib=_definitions)
+
+_FUNCTIONS = {forward: _autograd_function(forward, backward) for forward, backward in _PATHS}
+
+
+def attend(
+    forward: torch._ops.OpOverload,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The forward op `forward`, differentiable. In eager mode through an autograd.Function: the formula that
+    register_autograd gave the op, which graphs and callers of the op use, costs several times as much host time.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return forward(q, k, v, softmax_scale, causal, deterministic)
+    return _FUNCTIONS[forward].apply(q, k, v, softmax_scale, causal, deterministic)
 
 
 def checkpoint_save_ops() -> list[torch._ops.OpOverload]:
