@@ -169,7 +169,7 @@ def test_every_tile_is_visited_once(num_blocks, num_heads, batch, num_sms, order
 @pytest.mark.parametrize(("num_blocks", "heads", "num_sms"), [(8, 66, 132), (16, 33, 132), (3, 5, 4), (1, 300, 132)])
 @pytest.mark.parametrize("section_heads", [1, 3, 33])
 def test_equal(host, num_blocks, heads, num_sms, section_heads):
-    """Section after section, a block of its heads after the other: tile n goes to CTA n % num_ctas, in round n // it."""
+    """Section after section, block after block of all its heads: tile n goes to CTA n % num_ctas."""
     params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, host.TileOrder.kEqual, section_heads)
     tiles = check_covers_all(host, num_blocks, heads, 1, params)
     in_order = [
