@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace fa3 {
 
 // A (batch, seqlen, num_heads, head_dim) tensor in global memory.
@@ -13,6 +15,11 @@ struct TensorArg {
   int64_t row_stride;
   int64_t head_stride;
 };
+
+// The factor that turns raw scores into exponents of 2.
+FA3_HOST_DEVICE float softmax_scale_log2(float softmax_scale) {
+  return softmax_scale * 1.44269504088896340736f;  // log2(e)
+}
 
 struct FwdParams {
   TensorArg q;    // (batch, seqlen_q, num_heads_q, head_dim)

@@ -246,11 +246,11 @@ def test_scores_of_any_size_stay_finite(head_dim, dtype, magnitude):
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES, **ids)
 def test_very_low_score_keeps_its_weight(dtype):
-    """A key with a raw score of -524288, alone, has weight 1: dv is dout, to the rounding of lse in base 2."""
+    """A key with a raw score of -524288, alone, has weight 1: dv is dout."""
     q = torch.full((1, 1, 1, 8), 256.0, dtype=dtype, device="cuda")
     v, dout = torch.randn_like(q), torch.randn_like(q)
     got = backward(q, -q, v, dout, softmax_scale=1.0)
-    torch.testing.assert_close(got.dv, dout, rtol=0.03, atol=0)
+    assert torch.equal(got.dv, dout)
 
 
 @pytest.mark.parametrize("score", [2.5e38, -2.5e38, 3.2e38, -3.2e38])

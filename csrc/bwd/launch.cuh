@@ -68,15 +68,16 @@ void launch_bwd(BwdParams const& params, cudaStream_t stream) {
       .num_heads_q = params.num_heads_q,
       .group_size = group_size,
       .softmax_scale = params.softmax_scale,
-      .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
+      .softmax_scale_log2 = softmax_scale_log2(params.softmax_scale),
       .causal = params.causal,
       .scheduler =
           make_tile_scheduler(num_n_blocks, params.num_heads_kv, params.batch, params.num_sms, order, section_heads),
   };
 
+  double const lse_to_log2 = static_cast<double>(kernel_params.softmax_scale_log2) / params.softmax_scale;
   bwd_preprocess_kernel<Element, Config::kHeadDim, Config::kTileM>
       <<<static_cast<unsigned>(num_q_tiles), kPreprocessThreads, 0, stream>>>(params, num_m_blocks,
-                                                                              Config::kConsumerWarpgroups);
+                                                                              Config::kConsumerWarpgroups, lse_to_log2);
   FA3_CHECK_CUDA(cudaGetLastError());
   auto* kernel = bwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));

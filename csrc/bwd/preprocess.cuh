@@ -15,11 +15,14 @@ namespace fa3 {
 constexpr int kPreprocessThreads = 256;
 constexpr float kLargestLse = 4194304.f;  // 2^22
 
+// `lse_to_log2` is log2(e) with the rounding that it has in the main kernel's factor for scores: the score of a key
+// that is alone, and its lse, then become the same number.
+//
 // One CTA per tile of kTileM query rows of one head. A row is read by neighbouring threads, 16 bytes each: as many as
 // a row of kHeadDim has, rounded up to a power of two.
 template <class Element, int kHeadDim, int kTileM>
 __global__ void __launch_bounds__(kPreprocessThreads)
-    bwd_preprocess_kernel(BwdParams const params, int num_m_blocks, int turns_per_tile) {
+    bwd_preprocess_kernel(BwdParams const params, int num_m_blocks, int turns_per_tile, double lse_to_log2) {
   constexpr int kThreadsPerRow = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;
   constexpr int kRowsPerPass = kPreprocessThreads / kThreadsPerRow;
   static_assert(kTileM % kRowsPerPass == 0);
@@ -62,7 +65,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
         int64_t const index = head_batch * params.seqlen_q + row;
         float const lse = params.lse[index];
         if (lse != -INFINITY) {
-          lse_log2 = lse * 1.44269504088896340736f;  // log2(e)
+          lse_log2 = static_cast<float>(lse * lse_to_log2);
           if (lse_log2 < -FLT_MAX) {
             lse_log2 = -FLT_MAX;  // of a finite lse
           }

@@ -38,7 +38,7 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
       .num_heads_q = params.num_heads_q,
       .group_size = group_size,
       .softmax_scale = params.softmax_scale,
-      .softmax_scale_log2 = params.softmax_scale * 1.44269504088896340736f,  // log2(e)
+      .softmax_scale_log2 = softmax_scale_log2(params.softmax_scale),
       .causal = params.causal,
       .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms,
                                        // causal: the last blocks see the most keys
