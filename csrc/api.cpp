@@ -19,6 +19,7 @@
 #include "bwd/kernels.h"
 #include "check.h"
 #include "fwd/kernels.h"
+#include "fwd/tiles.h"
 
 namespace {
 
@@ -131,10 +132,10 @@ void check_shape(ArgumentCheck const& check, char const* name, Tensor const& ten
 }
 
 Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& k, Tensor const& v,
-                     double softmax_scale) {
+                     double softmax_scale, bool fp8 = false) {
   ScalarType const type = q.scalar_type();
-  check(type == ScalarType::Half || type == ScalarType::BFloat16, "q", "be float16 or bfloat16",
-        "scalar type " + std::to_string(static_cast<int>(type)));
+  check(fp8 ? type == ScalarType::Float8_e4m3fn : type == ScalarType::Half || type == ScalarType::BFloat16, "q",
+        fp8 ? "be float8_e4m3fn" : "be float16 or bfloat16", "scalar type " + std::to_string(static_cast<int>(type)));
   auto const check_input = [&](char const* name, Tensor const& tensor) {
     check_tensor(check, name, tensor, q.get_device(), type);
     check(tensor.dim() == 4, name, "have 4 dimensions (batch, seqlen, num_heads, head_dim)", shape_of(tensor));
@@ -157,11 +158,15 @@ Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& 
       .num_heads_q = q.size(2),
       .num_heads_kv = k.size(2),
       .head_dim = q.size(3),
-      .dtype = type == ScalarType::Half ? Dtype::kFloat16 : Dtype::kBFloat16,
+      .dtype = fp8                        ? Dtype::kFloat8E4M3
+               : type == ScalarType::Half ? Dtype::kFloat16
+                                          : Dtype::kBFloat16,
       .device = q.get_device(),
   };
-  check(problem.head_dim >= 8 && problem.head_dim <= 256 && problem.head_dim % 8 == 0, "q",
-        "have a head_dim that is a multiple of 8 from 8 to 256", std::to_string(problem.head_dim));
+  int64_t const least = fp8 ? 16 : 8;  // 16 bytes, for TMA
+  check(problem.head_dim >= least && problem.head_dim <= 256 && problem.head_dim % least == 0, "q",
+        "have a head_dim that is a multiple of " + std::to_string(least) + " up to 256",
+        std::to_string(problem.head_dim));
   check(k.size(0) == problem.batch && k.size(3) == problem.head_dim, "k", "have q's batch and head_dim", shape_of(k));
   check_shape(check, "v", v, {problem.batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim},
               "have k's shape " + shape_of(k));
@@ -189,15 +194,15 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// `deterministic` is the backward's: autograd carries it there.
-std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v, double softmax_scale, bool causal,
-                               bool /*deterministic*/) {
-  Problem const problem = check_inputs({"fwd"}, q, k, v, softmax_scale);
+// out and lse, written: by the kernel, or here where there is nothing to compute.
+std::tuple<Tensor, Tensor> run_forward(char const* op, Problem const& problem, Tensor const& q, Tensor const& k,
+                                       Tensor const& v, ScalarType out_type, double softmax_scale, bool causal,
+                                       fa3::FwdParams params) {
   fa3::FwdKernel const* kernel = fa3::select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal);
-  check_built("fwd", kernel, problem);
+  check_built(op, kernel, problem);
   CurrentDevice const current_device(problem.device);
 
-  Tensor out = torch::stable::new_empty(q, q.sizes());
+  Tensor out = torch::stable::new_empty(q, q.sizes(), out_type);
   Tensor lse = torch::stable::new_empty(q, {problem.batch, problem.num_heads_q, problem.seqlen_q}, ScalarType::Float);
   if (out.numel() == 0) {
     return {out, lse};
@@ -209,25 +214,72 @@ std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v
   }
 
   Tensor const q_tma = for_tma(q), k_tma = for_tma(k), v_tma = for_tma(v);
-  kernel->launch(
-      {
-          .q = tensor_arg(q_tma),
-          .k = tensor_arg(k_tma),
-          .v = tensor_arg(v_tma),
-          .out = tensor_arg(out),
-          .lse = static_cast<float*>(lse.data_ptr()),
-          .batch = static_cast<int>(problem.batch),
-          .seqlen_q = static_cast<int>(problem.seqlen_q),
-          .seqlen_k = static_cast<int>(problem.seqlen_k),
-          .num_heads_q = static_cast<int>(problem.num_heads_q),
-          .num_heads_kv = static_cast<int>(problem.num_heads_kv),
-          .head_dim = static_cast<int>(problem.head_dim),
-          .softmax_scale = static_cast<float>(softmax_scale),
-          .causal = causal,
-          .num_sms = device_properties(problem.device).num_sms,
-      },
-      current_stream(problem.device));
+  params.q = tensor_arg(q_tma);
+  params.k = tensor_arg(k_tma);
+  params.v = tensor_arg(v_tma);
+  params.out = tensor_arg(out);
+  params.lse = static_cast<float*>(lse.data_ptr());
+  params.batch = static_cast<int>(problem.batch);
+  params.seqlen_q = static_cast<int>(problem.seqlen_q);
+  params.seqlen_k = static_cast<int>(problem.seqlen_k);
+  params.num_heads_q = static_cast<int>(problem.num_heads_q);
+  params.num_heads_kv = static_cast<int>(problem.num_heads_kv);
+  params.head_dim = static_cast<int>(problem.head_dim);
+  params.softmax_scale = static_cast<float>(softmax_scale);
+  params.causal = causal;
+  params.num_sms = device_properties(problem.device).num_sms;
+  kernel->launch(params, current_stream(problem.device));
   return {out, lse};
+}
+
+// `deterministic` is the backward's: autograd carries it there.
+std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v, double softmax_scale, bool causal,
+                               bool /*deterministic*/) {
+  Problem const problem = check_inputs({"fwd"}, q, k, v, softmax_scale);
+  return run_forward("fwd", problem, q, k, v, q.scalar_type(), softmax_scale, causal, {});
+}
+
+// Scales by (batch, head, block): one per kFp8BlockRows rows, or one for all.
+fa3::BlockScales block_scales(ArgumentCheck const& check, char const* name, Tensor const& scales, int device,
+                              int64_t batch, int64_t num_heads, int64_t seqlen) {
+  check_tensor(check, name, scales, device, ScalarType::Float);
+  int64_t const num_blocks = (seqlen + fa3::kFp8BlockRows - 1) / fa3::kFp8BlockRows;
+  check(scales.dim() == 3 && scales.size(0) == batch && scales.size(1) == num_heads &&
+            (scales.size(2) == num_blocks || scales.size(2) == 1),
+        name,
+        "have the shape (" + std::to_string(batch) + ", " + std::to_string(num_heads) + ", " +
+            std::to_string(num_blocks) + " or 1)",
+        shape_of(scales));
+  int64_t last = 0;
+  for (int64_t i = 0; i < 3; ++i) {
+    last += std::max<int64_t>(scales.size(i) - 1, 0) * scales.stride(i);
+  }
+  check(last >= 0 && last <= std::numeric_limits<int>::max(), name, "span fewer than 2^31 elements",
+        std::to_string(last));
+  auto const stride = [&](int64_t dim) { return scales.size(dim) > 1 ? static_cast<int>(scales.stride(dim)) : 0; };
+  return {static_cast<float const*>(scales.data_ptr()), stride(0), stride(1), stride(2)};
+}
+
+std::tuple<Tensor, Tensor> fwd_fp8(Tensor const& q, Tensor const& k, Tensor const& v, Tensor const& q_descale,
+                                   Tensor const& k_descale, Tensor const& v_descale, double softmax_scale, bool causal,
+                                   bool out_fp16) {
+  ArgumentCheck const check{"fwd_fp8"};
+  Problem const problem = check_inputs(check, q, k, v, softmax_scale, /*fp8=*/true);
+  // q may have a scale per query head, or one per KV head as upstream's.
+  bool const per_query_head = q_descale.dim() == 3 && q_descale.size(1) == problem.num_heads_q;
+  int64_t const q_scale_heads = per_query_head ? problem.num_heads_q : problem.num_heads_kv;
+  auto const scales = [&](char const* name, Tensor const& tensor, int64_t num_heads, int64_t seqlen) {
+    return block_scales(check, name, tensor, problem.device, problem.batch, num_heads, seqlen);
+  };
+  return run_forward("fwd_fp8", problem, q, k, v, out_fp16 ? ScalarType::Half : ScalarType::BFloat16, softmax_scale,
+                     causal,
+                     {
+                         .q_scales = scales("q_descale", q_descale, q_scale_heads, problem.seqlen_q),
+                         .k_scales = scales("k_descale", k_descale, problem.num_heads_kv, problem.seqlen_k),
+                         .v_scales = scales("v_descale", v_descale, problem.num_heads_kv, problem.seqlen_k),
+                         .q_scales_group = static_cast<int>(problem.num_heads_q / q_scale_heads),
+                         .out_fp16 = out_fp16,
+                     });
 }
 
 // dout and out may have any strides; a dlse that is absent is zero.
@@ -331,17 +383,25 @@ STABLE_TORCH_LIBRARY(fa3, m) {
       "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic=False) "
       "-> (Tensor out, Tensor lse)");
   m.def(
+      "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
+      "float softmax_scale, bool causal, bool out_fp16) -> (Tensor out, Tensor lse)");
+  m.def(
       "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
       "bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fa3, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fwd));
+  m.impl("fwd_fp8", TORCH_BOX(&fwd_fp8));
   m.impl("bwd", TORCH_BOX(&bwd));
 }
 
 // For `python -m fa3` and `fa3.explain`, through ctypes: they must work without a GPU.
 #define FA3_EXPORT extern "C" __attribute__((visibility("default")))
+
+static char const* dtype_name(Dtype dtype) {
+  return dtype == Dtype::kFloat8E4M3 ? "e4m3" : dtype == Dtype::kBFloat16 ? "bf16" : "fp16";
+}
 
 // The built kernels as a JSON list: those of the forward, then those of the backward.
 FA3_EXPORT char const* fa3_kernel_table() {
@@ -355,7 +415,7 @@ FA3_EXPORT char const* fa3_kernel_table() {
         return std::string(", \"") + name + "\": " + std::to_string(value);
       };
       json += std::string(json.size() > 1 ? ", {" : "{") + text("name", info.name) + ", " + text("pass", pass) + ", " +
-              text("dtype", info.dtype == Dtype::kBFloat16 ? "bf16" : "fp16") + number("head_dim", info.head_dim) +
+              text("dtype", dtype_name(info.dtype)) + number("head_dim", info.head_dim) +
               number("tile_m", info.tile_m) + number("tile_n", info.tile_n) + number("stages", info.stages) +
               number("consumer_warpgroups", info.consumer_warpgroups) + number("smem_bytes", info.smem_bytes) + "}";
     };
@@ -370,7 +430,7 @@ FA3_EXPORT char const* fa3_kernel_table() {
   return table.c_str();
 }
 
-// Row of fa3_kernel_table that a forward call takes, or -1. `dtype`: 0 float16, 1 bfloat16.
+// Row of fa3_kernel_table that a forward call takes, or -1. `dtype`: 0 float16, 1 bfloat16, 2 float8_e4m3fn.
 FA3_EXPORT int fa3_select_fwd_kernel(int dtype, int head_dim, int seqlen_k, bool causal) {
   fa3::FwdKernel const* selected = fa3::select_fwd_kernel(static_cast<Dtype>(dtype), head_dim, seqlen_k, causal);
   return selected == nullptr ? -1 : static_cast<int>(selected - fa3::fwd_kernels().data());

@@ -21,6 +21,14 @@ FA3_HOST_DEVICE float softmax_scale_log2(float softmax_scale) {
   return softmax_scale * 1.44269504088896340736f;  // log2(e)
 }
 
+// FP8: the scales of one tensor, by (batch, head, block of rows). A true value is the FP8 value times its scale.
+struct BlockScales {
+  float const* data;
+  int batch_stride;
+  int head_stride;
+  int block_stride;  // 0: one scale for all blocks
+};
+
 struct FwdParams {
   TensorArg q;    // (batch, seqlen_q, num_heads_q, head_dim)
   TensorArg k;    // (batch, seqlen_k, num_heads_kv, head_dim)
@@ -39,6 +47,13 @@ struct FwdParams {
   bool causal;  // aligned to the bottom right: query i sees keys j <= i + seqlen_k - seqlen_q
 
   int num_sms;
+
+  // FP8 only.
+  BlockScales q_scales;
+  BlockScales k_scales;
+  BlockScales v_scales;
+  int q_scales_group;  // query heads that share a scale of q
+  bool out_fp16;       // else bfloat16
 };
 
 struct BwdParams {

@@ -3,7 +3,7 @@
 
 namespace fa3 {
 
-enum class Dtype : int { kFloat16 = 0, kBFloat16 = 1 };
+enum class Dtype : int { kFloat16 = 0, kBFloat16 = 1, kFloat8E4M3 = 2 };
 
 struct KernelInfo {
   char const* name;  // of its source file

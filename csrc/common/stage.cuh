@@ -4,7 +4,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "common/layout.cuh"
-#include "common/tma.cuh"
+#include "common/swizzle.h"
 
 namespace fa3 {
 
@@ -25,7 +25,7 @@ CUTLASS_DEVICE void stage_rows(uint32_t const* packed, Element* slab) {
   Element* row = slab + matrix_row * kSlabColumns;
   CUTLASS_PRAGMA_UNROLL
   for (int column = 0; column < kSlabColumns; column += 16) {
-    int const chunk = swizzled_chunk<kSlabColumns>(matrix_row, column / 8 + matrix_chunk);
+    int const chunk = swizzled_chunk<kSlabColumns * sizeof(Element)>(matrix_row, column / 8 + matrix_chunk);
     int const reg = column / 4;
     cute::SM90_U32x4_STSM_N::copy(packed[reg], packed[reg + 1], packed[reg + 2], packed[reg + 3],
                                   *reinterpret_cast<cute::uint128_t*>(row + chunk * 8));

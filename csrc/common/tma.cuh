@@ -1,7 +1,7 @@
 // TMA: tensor maps (host) and the loads and stores of one tile (device).
 //
-// A tile is brought as slabs of 64 columns (128 bytes, the span of the widest swizzle), each [rows][64]; where head_dim
-// is not a multiple of 64, of 32 columns:
+// A tile is brought as slabs of 128 bytes of columns (the span of the widest swizzle), 64 of 16 bits or 128 of FP8,
+// each [rows][columns]; where head_dim is not a multiple of that, of half as many:
 //
 //   global (seqlen, head_dim)      shared
 //   +----------+----------+        slab 0  rows x 128 bytes   columns  0..63
@@ -25,18 +25,16 @@
 
 namespace fa3 {
 
-constexpr int slab_columns(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
-
-// Where the 16-byte chunk `chunk` of a slab's row `row` lies in that row: the swizzle that TMA and WGMMA apply.
-template <int kSlabColumns>
-CUTLASS_DEVICE int swizzled_chunk(int row, int chunk) {
-  return kSlabColumns == 64 ? chunk ^ (row % 8) : kSlabColumns == 32 ? chunk ^ (row / 2 % 4) : chunk ^ (row / 4 % 2);
+constexpr int slab_columns(int head_dim, int element_bytes = 2) {
+  int const widest = 128 / element_bytes;
+  return head_dim % widest == 0 ? widest : widest / 2;
 }
 
 template <class Element>
 constexpr CUtensorMapDataType tensor_map_type() {
-  static_assert(sizeof(Element) == 2);
-  return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return sizeof(Element) == 1                       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
 // The driver's encoder, found at run time so that nothing links libcuda.
@@ -65,19 +63,20 @@ CUtensorMap make_tensor_map(TensorArg const& tensor, int head_dim, int seqlen, i
                                  stride_bytes(batch, tensor.batch_stride)};
   cuuint32_t const box[4] = {kSlabColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
+  constexpr int kSlabBytes = kSlabColumns * sizeof(Element);
+  CUtensorMapSwizzle const swizzle = kSlabBytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : kSlabBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                        : CU_TENSOR_MAP_SWIZZLE_32B;
   CUtensorMap map;
   CUresult const result = tensor_map_encoder()(&map, tensor_map_type<Element>(), 4, tensor.data, sizes, strides, box,
-                                               element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                               kSlabColumns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                               : kSlabColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                                    : CU_TENSOR_MAP_SWIZZLE_32B,
+                                               element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FA3_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result));
   return map;
 }
 
 // Loads rows [row, row + kRows) of one head into `smem`, completing on `barrier`.
-template <int kRows, int kHeadDim, int kSlabColumns = slab_columns(kHeadDim), class Element>
+template <int kRows, int kHeadDim, int kSlabColumns, class Element>
 CUTLASS_DEVICE void load_tile(CUtensorMap const& map, uint64_t* barrier, cute::TMA::CacheHintSm90 cache_hint,
                               Element* smem, int row, int head_idx, int batch_idx) {
   CUTLASS_PRAGMA_UNROLL

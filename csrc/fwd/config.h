@@ -14,22 +14,44 @@
 
 namespace fa3 {
 
+struct FwdKernelParams {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap out;
+  float* lse;  // (batch, num_heads_q, seqlen_q)
+  int seqlen_q;
+  int seqlen_k;
+  int num_heads_q;
+  int group_size;  // num_heads_q / num_heads_kv
+  float softmax_scale;
+  float softmax_scale_log2;  // softmax_scale * log2(e)
+  bool causal;
+  TileSchedulerParams scheduler;
+};
+
 template <class Element_, int kHeadDim_, FwdTile kTile>
 struct FwdConfig {
   using Element = Element_;
+  using OutElement = Element;
+  using Params = FwdKernelParams;
+  static constexpr bool kFp8 = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumerWarpgroups = kTile.consumer_warpgroups;
   static constexpr int kTileM = kConsumerWarpgroups * kRowsPerWarpgroup;
   static constexpr int kTileN = kTile.tile_n;
   static constexpr int kSlabColumns = slab_columns(kHeadDim);
+  static constexpr int kOutSlabColumns = kSlabColumns;
   static constexpr int kStagesQ = kTile.stages_q;
-  static constexpr int kStagesKV = kTile.stages_kv;
+  static constexpr int kStagesK = kTile.stages_kv;
+  static constexpr int kStagesV = kTile.stages_kv;
   static constexpr bool kOutReplacesQ = kTile.out_slabs == 0;
   static constexpr int kOutSlabs = kOutReplacesQ ? kHeadDim / kSlabColumns : kTile.out_slabs;
   static_assert(!kOutReplacesQ || (kStagesQ == 1 && kTile.ping_pong),
                 "a turn of ping-pong lies between a warpgroup's last read of Q and the O that replaces it");
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
+  static constexpr int kVReaderWarps = kConsumerWarps;
   static constexpr int kNumThreads = (1 + kConsumerWarpgroups) * cutlass::NumThreadsPerWarpGroup;
 
   // Registers per thread. At entry every warpgroup has the same share of the 64 K; the producer gives most of its own
@@ -56,7 +78,7 @@ struct FwdConfig {
   using TileN = cute::Int<kTileN>;
   using HeadDim = cute::Int<kHeadDim>;
   using StagesQ = cute::Int<kStagesQ>;
-  using StagesKV = cute::Int<kStagesKV>;
+  using StagesKV = cute::Int<kTile.stages_kv>;
   // (64, kHeadDim, kStagesQ): each consumer warpgroup has Q tiles of its own.
   using LayoutQ = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<cute::_64, HeadDim, StagesQ>{}));
   // (kTileN, kHeadDim, kStagesKV)
@@ -77,12 +99,12 @@ struct FwdConfig {
   static constexpr int kBytesKV = kTileN * kHeadDim * sizeof(Element);
 
   using PipelineQ = Pipeline<kStagesQ>;
-  using PipelineKV = Pipeline<kStagesKV>;
+  using PipelineKV = Pipeline<kTile.stages_kv>;
 
   struct SharedStorage {
     alignas(1024) Element q[kConsumerWarpgroups][kStagesQ][kRowsPerWarpgroup * kHeadDim];
-    alignas(1024) Element k[kStagesKV][kTileN * kHeadDim];
-    alignas(1024) Element v[kStagesKV][kTileN * kHeadDim];
+    alignas(1024) Element k[kStagesK][kTileN * kHeadDim];
+    alignas(1024) Element v[kStagesV][kTileN * kHeadDim];
     // (warpgroup, slab, 64 rows, kSlabColumns) of O
     alignas(1024) Element out[kOutReplacesQ ? 0 : kConsumerWarpgroups][kOutSlabs][kRowsPerWarpgroup * kSlabColumns];
     PipelineQ pipeline_q[kConsumerWarpgroups];
@@ -92,22 +114,6 @@ struct FwdConfig {
   // The dynamic shared memory of a CTA starts 1024-byte aligned when there is no static shared memory.
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "a CTA can have 227 KB of shared memory");
-};
-
-struct FwdKernelParams {
-  CUtensorMap q;
-  CUtensorMap k;
-  CUtensorMap v;
-  CUtensorMap out;
-  float* lse;  // (batch, num_heads_q, seqlen_q)
-  int seqlen_q;
-  int seqlen_k;
-  int num_heads_q;
-  int group_size;  // num_heads_q / num_heads_kv
-  float softmax_scale;
-  float softmax_scale_log2;  // softmax_scale * log2(e)
-  bool causal;
-  TileSchedulerParams scheduler;
 };
 
 }  // namespace fa3

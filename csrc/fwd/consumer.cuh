@@ -39,7 +39,8 @@ CUTLASS_DEVICE void consume(FwdKernelParams const& params, typename Config::Shar
   auto& pipeline_k = smem.pipeline_k;
   auto& pipeline_v = smem.pipeline_v;
   PipelineState<Config::kStagesQ> q_state;
-  PipelineState<Config::kStagesKV> k_state, v_state;
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesV> v_state;
 
   OnlineSoftmax softmax;
   float correction[kRowsPerThread];

@@ -7,13 +7,32 @@
 
 namespace fa3 {
 
+// O in 16 bits, two columns per register. FP8 kernels have both types.
+template <class Config, class TensorO>
+CUTLASS_DEVICE auto output_registers(typename Config::Params const& params, TensorO const& tOrO) {
+  using namespace cute;
+  auto packed = make_tensor<uint32_t>(Int<decltype(size(tOrO))::value / 2>{});
+  auto const convert_to = [&](auto element) CUTLASS_LAMBDA_FUNC_INLINE {
+    auto rO = recast<decltype(element)>(packed);
+    convert(tOrO, rO);
+  };
+  if constexpr (Config::kFp8) {
+    if (params.out_fp16) {
+      convert_to(cutlass::half_t{});
+      return packed;
+    }
+  }
+  convert_to(typename Config::OutElement{});
+  return packed;
+}
+
 // Each warp works alone on its 16 rows: registers -> its own staging slabs -> TMA store, so no barrier is needed and
 // the store runs under the next tile. TMA leaves out rows past seqlen_q and columns past head_dim.
-template <class Config, class TensorO>
-CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx,
-                               Tile const& tile, OnlineSoftmax& softmax, TensorO& tOrO) {
-  using Element = typename Config::Element;
-  constexpr int kSlabColumns = Config::kSlabColumns;
+template <class Config, class Softmax, class TensorO>
+CUTLASS_DEVICE void store_tile(typename Config::Params const& params, typename Config::SharedStorage& smem,
+                               int warpgroup_idx, Tile const& tile, Softmax& softmax, TensorO& tOrO) {
+  using Element = typename Config::OutElement;
+  constexpr int kSlabColumns = Config::kOutSlabColumns;
   float inverse[kRowsPerThread], lse[kRowsPerThread];
   softmax.finish(params.softmax_scale, inverse, lse);
 
@@ -29,14 +48,18 @@ CUTLASS_DEVICE void store_tile(FwdKernelParams const& params, typename Config::S
     }
   }
   rescale(tOrO, inverse);
-  auto rO = cute::make_fragment_like<Element>(tOrO);
-  convert(tOrO, rO);
-  auto const* packed = reinterpret_cast<uint32_t const*>(rO.data());  // two columns each
+  auto const rO = output_registers<Config>(params, tOrO);
+  auto const* packed = rO.data();
 
   // Slab s of this warp: 16 rows of the warpgroup's [64 rows][kSlabColumns].
   auto const staged = [&](int slab) {
-    Element* out = Config::kOutReplacesQ ? &smem.q[warpgroup_idx][0][slab * kRowsPerWarpgroup * kSlabColumns]
-                                         : &smem.out[warpgroup_idx][slab][0];
+    constexpr int kSlabElements = kRowsPerWarpgroup * kSlabColumns;
+    Element* out;
+    if constexpr (Config::kOutReplacesQ) {
+      out = &smem.q[warpgroup_idx][0][slab * kSlabElements];
+    } else {
+      out = &smem.out[warpgroup_idx][slab][0];
+    }
     return out + warp_idx * kRowsPerWarp * kSlabColumns;
   };
   constexpr int kPassColumns = Config::kOutSlabs * kSlabColumns;

@@ -23,15 +23,15 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
   int64_t const kv_bytes = int64_t(params.seqlen_k) * Config::kHeadDim * 2 * sizeof(Element);
   int64_t const l2_heads = std::max<int64_t>(kL2BudgetBytes / kv_bytes, 1) * group_size;
 
-  FwdKernelParams kernel_params{
+  FwdKernelParams const common_params{
       .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,
                                                           params.num_heads_q, params.batch, kRowsPerWarpgroup),
       .k = make_tensor_map<Element, Config::kSlabColumns>(params.k, params.head_dim, params.seqlen_k,
                                                           params.num_heads_kv, params.batch, Config::kTileN),
       .v = make_tensor_map<Element, Config::kSlabColumns>(params.v, params.head_dim, params.seqlen_k,
                                                           params.num_heads_kv, params.batch, Config::kTileN),
-      .out = make_tensor_map<Element, Config::kSlabColumns>(params.out, params.head_dim, params.seqlen_q,
-                                                            params.num_heads_q, params.batch, kRowsPerWarp),
+      .out = make_tensor_map<typename Config::OutElement, Config::kOutSlabColumns>(
+          params.out, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch, kRowsPerWarp),
       .lse = params.lse,
       .seqlen_q = params.seqlen_q,
       .seqlen_k = params.seqlen_k,
@@ -45,32 +45,52 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
                                        params.causal ? TileOrder::kDescending : TileOrder::kEqual,
                                        params.causal ? static_cast<int>(std::min(l2_heads, num_head_batches)) : 1),
   };
+  typename Config::Params const kernel_params = [&] {
+    if constexpr (Config::kFp8) {
+      return FwdFp8KernelParams{common_params,   params.q_scales,       params.k_scales,
+                                params.v_scales, params.q_scales_group, params.out_fp16};
+    } else {
+      return common_params;
+    }
+  }();
   auto* kernel = fwd_kernel<Config>;
   FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes));
   kernel<<<kernel_params.scheduler.num_ctas, Config::kNumThreads, Config::kSmemBytes, stream>>>(kernel_params);
   FA3_CHECK_CUDA(cudaGetLastError());
 }
 
-// The row of the kernel table for FwdConfig<Element, kHeadDim, kTile>.
-template <class Element, int kHeadDim, FwdTile kTile>
-FwdKernel fwd_kernel_row(char const* name) {
-  using Config = FwdConfig<Element, kHeadDim, kTile>;
+// The row of the kernel table for a config.
+template <class Config>
+FwdKernel fwd_kernel_row(char const* name, Dtype dtype, int max_seqlen_k_full, int max_seqlen_k_causal) {
   return {
       .info =
           {
               .name = name,
-              .dtype = std::is_same_v<Element, cutlass::half_t> ? Dtype::kFloat16 : Dtype::kBFloat16,
-              .head_dim = kHeadDim,
+              .dtype = dtype,
+              .head_dim = Config::kHeadDim,
               .tile_m = Config::kTileM,
               .tile_n = Config::kTileN,
-              .stages = Config::kStagesKV,
+              .stages = Config::kStagesK,
               .consumer_warpgroups = Config::kConsumerWarpgroups,
               .smem_bytes = Config::kSmemBytes,
           },
-      .max_seqlen_k_full = kTile.max_seqlen_k_full,
-      .max_seqlen_k_causal = kTile.max_seqlen_k_causal,
+      .max_seqlen_k_full = max_seqlen_k_full,
+      .max_seqlen_k_causal = max_seqlen_k_causal,
       .launch = launch_fwd<Config>,
   };
+}
+
+template <class Element, int kHeadDim, FwdTile kTile>
+FwdKernel fwd_kernel_row(char const* name) {
+  return fwd_kernel_row<FwdConfig<Element, kHeadDim, kTile>>(
+      name, std::is_same_v<Element, cutlass::half_t> ? Dtype::kFloat16 : Dtype::kBFloat16, kTile.max_seqlen_k_full,
+      kTile.max_seqlen_k_causal);
+}
+
+template <int kHeadDim, FwdFp8Tile kTile>
+FwdKernel fwd_fp8_kernel_row(char const* name) {
+  constexpr int kUnlimited = std::numeric_limits<int>::max();
+  return fwd_kernel_row<FwdFp8Config<kHeadDim, kTile>>(name, Dtype::kFloat8E4M3, kUnlimited, kUnlimited);
 }
 
 }  // namespace fa3

@@ -3,6 +3,8 @@
 // pipeline     filled by        full arrivals     freed by                  empty arrivals
 // q[w]         producer warp    1 + bytes (TMA)   consumer warpgroup w      one per warp of w
 // k, v         producer warp    1 + bytes (TMA)   all consumer warpgroups   one per consumer warp
+//                                                 FP8: V by the transposers   one per transposer warp
+//                                                 (fwd/transpose_v.cuh)
 //
 // Loads go out in the order in which their stages come free. The consumers overlap a tile's last P V with the next
 // tile's first Q K^T, so V runs one block behind K, across tiles too:
@@ -16,14 +18,15 @@
 namespace fa3 {
 
 template <class Config>
-CUTLASS_DEVICE void produce(FwdKernelParams const& params, typename Config::SharedStorage& smem) {
+CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Config::SharedStorage& smem) {
   using CacheHint = cute::TMA::CacheHintSm90;
   cute::prefetch_tma_descriptor(&params.q);
   cute::prefetch_tma_descriptor(&params.k);
   cute::prefetch_tma_descriptor(&params.v);
 
   PipelineState<Config::kStagesQ> q_state;
-  PipelineState<Config::kStagesKV> k_state, v_state;
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesV> v_state;
 
   struct Block {
     int row;
@@ -32,21 +35,21 @@ CUTLASS_DEVICE void produce(FwdKernelParams const& params, typename Config::Shar
   };
   auto const load_k = [&](Block const& block) {
     uint64_t* barrier = smem.pipeline_k.acquire(k_state, Config::kBytesKV);
-    load_tile<Config::kTileN, Config::kHeadDim>(params.k, barrier, CacheHint::EVICT_LAST, smem.k[k_state.stage],
-                                                block.row, block.kv_head_idx, block.batch_idx);
+    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(
+        params.k, barrier, CacheHint::EVICT_LAST, smem.k[k_state.stage], block.row, block.kv_head_idx, block.batch_idx);
     k_state.advance();
   };
   auto const load_v = [&](Block const& block) {
     uint64_t* barrier = smem.pipeline_v.acquire(v_state, Config::kBytesKV);
-    load_tile<Config::kTileN, Config::kHeadDim>(params.v, barrier, CacheHint::EVICT_LAST, smem.v[v_state.stage],
-                                                block.row, block.kv_head_idx, block.batch_idx);
+    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(
+        params.v, barrier, CacheHint::EVICT_LAST, smem.v[v_state.stage], block.row, block.kv_head_idx, block.batch_idx);
     v_state.advance();
   };
   auto const load_q = [&](Tile const& tile) {
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < Config::kConsumerWarpgroups; ++w) {
       uint64_t* barrier = smem.pipeline_q[w].acquire(q_state, Config::kBytesQ);
-      load_tile<kRowsPerWarpgroup, Config::kHeadDim>(
+      load_tile<kRowsPerWarpgroup, Config::kHeadDim, Config::kSlabColumns>(
           params.q, barrier, CacheHint::EVICT_FIRST, smem.q[w][q_state.stage],
           tile.block * Config::kTileM + w * kRowsPerWarpgroup, tile.head_idx, tile.batch_idx);
     }

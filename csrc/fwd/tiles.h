@@ -19,6 +19,20 @@ struct FwdTile {
   int max_seqlen_k_causal = std::numeric_limits<int>::max();
 };
 
+// FP8: rows that share a scale, of Q, K or V; also the keys per tile.
+constexpr int kFp8BlockRows = 128;
+
+struct FwdFp8Tile {
+  int consumer_warpgroups;
+  int stages_k;
+  int stages_v;   // of V as it is in global memory
+  int stages_vt;  // of V transposed
+  int out_slabs;
+  int pv_columns;  // of O whose P V is computed at a time
+  // P V of a block runs together with Q K^T of the next, in ping-pong. Else each has the registers of the other.
+  bool overlaps;
+};
+
 // Small tiles waste less of short sequences and of the diagonal; large ones read less shared memory per FLOP.
 constexpr FwdTile kFwdHdim64Short{2, 128, 1, 3, 1, true, 0, 1024};
 constexpr FwdTile kFwdHdim64Long{3, 128, 1, 3, 1, true};
@@ -28,5 +42,9 @@ constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1, true};
 constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1, true};
 constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, true, 512, 1024};
 constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0, true};
+
+constexpr FwdFp8Tile kFwdFp8Hdim64{3, 4, 3, 3, 1, 64, true};
+constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 3, 1, 64, false};
+constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 1, 128, false};
 
 }  // namespace fa3

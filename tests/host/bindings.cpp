@@ -8,6 +8,7 @@
 
 #include "common/block_range.h"
 #include "common/tile_scheduler.h"
+#include "fwd/fp8_layout.h"
 
 namespace py = pybind11;
 
@@ -57,5 +58,15 @@ PYBIND11_MODULE(fa3_host, m) {
         py::arg("num_sms"), py::arg("order"), py::arg("section_heads"));
   m.def("heads_that_fill_rounds", &fa3::heads_that_fill_rounds, py::arg("num_blocks"), py::arg("num_head_batches"),
         py::arg("num_ctas"), py::arg("l2_heads"));
+  m.def(
+      "v_load_offset",
+      [](int slab_bytes, int lane, int key, int channel, int tile_n) {
+        return slab_bytes == 128 ? fa3::v_load_offset<128>(lane, key, channel, tile_n)
+                                 : fa3::v_load_offset<64>(lane, key, channel, tile_n);
+      },
+      py::arg("slab_bytes"), py::arg("lane"), py::arg("key"), py::arg("channel"), py::arg("tile_n"));
+  m.def("vt_store_offset", &fa3::vt_store_offset, py::arg("lane"), py::arg("key"), py::arg("channel"));
+  m.def("first_accumulator_register", &fa3::first_accumulator_register, py::arg("i"));
+  m.def("channel_bytes", &fa3::channel_bytes, py::arg("lane"), py::arg("which"));
   m.def("all_tiles", &all_tiles, py::arg("params"));
 }

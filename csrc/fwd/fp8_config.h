@@ -1,0 +1,93 @@
+// What is fixed when an FP8 forward kernel is compiled. The 16-bit kernels' are in fwd/config.h.
+//
+// WGMMA takes FP8 operands only with the dimension that a product sums over contiguous, and P V sums over keys: V is
+// transposed in shared memory, tile by tile, by warps of the producer's warpgroup (fwd/transpose_v.cuh).
+#pragma once
+
+#include "fwd/config.h"
+
+namespace fa3 {
+
+struct FwdFp8KernelParams : FwdKernelParams {
+  BlockScales q_scales;
+  BlockScales k_scales;
+  BlockScales v_scales;
+  int q_scales_group;  // query heads that share a scale of q
+  bool out_fp16;       // else bfloat16
+};
+
+template <int kHeadDim_, FwdFp8Tile kTile>
+struct FwdFp8Config {
+  using Element = cutlass::float_e4m3_t;
+  using OutElement = cutlass::bfloat16_t;  // or float16, as params say: 16 bits in any case
+  using Params = FwdFp8KernelParams;
+  static constexpr bool kFp8 = true;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumerWarpgroups = kTile.consumer_warpgroups;
+  static constexpr int kTileM = kConsumerWarpgroups * kRowsPerWarpgroup;
+  static constexpr int kTileN = kFp8BlockRows;  // so that a tile of keys has one scale
+  static constexpr int kSlabColumns = slab_columns(kHeadDim, sizeof(Element));
+  static constexpr int kOutSlabColumns = slab_columns(kHeadDim);
+  static constexpr int kStagesQ = 1;
+  static constexpr int kStagesK = kTile.stages_k;
+  static constexpr int kStagesV = kTile.stages_v;
+  static constexpr int kStagesVt = kTile.stages_vt;
+  static constexpr bool kOutReplacesQ = false;
+  static constexpr int kOutSlabs = kTile.out_slabs;
+  static constexpr bool kOverlaps = kTile.overlaps;
+  static constexpr int kPvColumns = kTile.pv_columns;
+  static constexpr int kPvParts = kHeadDim / kPvColumns;
+  static_assert(kHeadDim % kPvColumns == 0 && (!kOverlaps || kPvParts == 1));
+
+  static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
+  static constexpr int kNumThreads = (1 + kConsumerWarpgroups) * cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kVReaderWarps = cutlass::NumWarpsPerWarpGroup - 1;  // the transposers
+
+  static constexpr int kEntryRegisters = 65536 / kNumThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
+  static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters <=
+                    (1 + kConsumerWarpgroups) * kEntryRegisters,
+                "setmaxnreg would wait for ever for registers that the CTA does not have");
+  static_assert((kConsumerWarpgroups - 1) * kRowsPerWarpgroup <= kTileN,
+                "a warpgroup may skip at most one key block that the last one sees");
+
+  using Schedule = std::conditional_t<kOverlaps, PingPong<kConsumerWarpgroups>, FreeRunning>;
+
+  using Atom = std::conditional_t<kSlabColumns == 128, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                  cute::GMMA::Layout_K_SW64_Atom<Element>>;
+  using TileN = cute::Int<kTileN>;
+  using HeadDim = cute::Int<kHeadDim>;
+  using PvColumns = cute::Int<kPvColumns>;
+  using LayoutQ = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::_64, HeadDim, cute::Int<kStagesQ>>{}));
+  using LayoutK = decltype(cute::tile_to_shape(Atom{}, cute::Shape<TileN, HeadDim, cute::Int<kStagesK>>{}));
+  // (kHeadDim, kTileN, kStagesVt): a line of 128 bytes per channel, the keys permuted as P has them.
+  using LayoutVt = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                cute::Shape<HeadDim, TileN, cute::Int<kStagesVt>>{}));
+
+  // S (64, kTileN) = Q K^T, both operands from shared memory.
+  using MmaQK = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, TileN, HeadDim>>()));
+  // (64, kPvColumns) = P V of one tile, P from registers.
+  using MmaPV = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, PvColumns, TileN>>()));
+
+  static constexpr int kBytesQ = kRowsPerWarpgroup * kHeadDim;
+  static constexpr int kBytesKV = kTileN * kHeadDim;
+
+  struct SharedStorage {
+    alignas(1024) Element q[kConsumerWarpgroups][kStagesQ][kRowsPerWarpgroup * kHeadDim];
+    alignas(1024) Element k[kStagesK][kTileN * kHeadDim];
+    alignas(1024) Element v[kStagesV][kTileN * kHeadDim];
+    alignas(1024) Element vt[kStagesVt][kHeadDim * kTileN];
+    alignas(1024) OutElement out[kConsumerWarpgroups][kOutSlabs][kRowsPerWarpgroup * kOutSlabColumns];
+    Pipeline<kStagesQ> pipeline_q[kConsumerWarpgroups];
+    Pipeline<kStagesK> pipeline_k;
+    Pipeline<kStagesV> pipeline_v;
+    Pipeline<kStagesVt> pipeline_vt;
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 232448, "a CTA can have 227 KB of shared memory");
+};
+
+}  // namespace fa3

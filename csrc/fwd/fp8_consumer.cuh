@@ -1,0 +1,241 @@
+// A consumer warpgroup of the FP8 forward: 64 rows of O = softmax(Q K^T) V, tile after tile.
+//
+// The tensor cores add FP8 products with about 14 bits, and drop what lies below: a sum over many thousand keys would
+// drift towards zero. So P V of every tile starts anew, and O += v_scale * (P V) is done in fp32 (two-level
+// accumulation, as DeepSeek-V3, arXiv 2412.19437, section 3.3.2, has it for GEMMs); that is where V's scale goes.
+// The scales of Q and K go into the exponent's scale, one FMA per score as before.
+//
+// Config::kOverlaps, per step: issue S (this block) and P V (block before), wait S, mask, softmax, wait P V, add it
+// else, per step: S, softmax, P V in parts, each in the registers where S was; the other warpgroups fill the gaps
+#pragma once
+
+#include "common/block_range.h"
+#include "common/mask.cuh"
+#include "common/wgmma.cuh"
+#include "fwd/epilogue.cuh"
+#include "fwd/fp8_config.h"
+#include "fwd/fp8_layout.h"
+#include "fwd/fp8_softmax.cuh"
+
+namespace fa3 {
+
+// Casts P to e4m3, in the order of an A operand over the permuted keys (fwd/fp8_layout.h).
+template <class Accumulator, class Operand>
+CUTLASS_DEVICE void convert_to_fp8(Accumulator const& from, Operand& to) {
+  auto* registers = reinterpret_cast<uint32_t*>(to.data());
+  using Convert = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < decltype(cute::size(to))::value / 4; ++i) {
+    int const first = first_accumulator_register(i);
+    auto const bytes =
+        Convert::convert(cutlass::Array<float, 4>{from(first), from(first + 1), from(first + 4), from(first + 5)});
+    registers[i] = reinterpret_cast<uint32_t const&>(bytes);
+  }
+}
+
+// Where the scales of a head begin, and the scale of one of its blocks. (The host checks that 32 bits are enough.)
+CUTLASS_DEVICE int scales_offset(BlockScales const& scales, int batch_idx, int head_idx) {
+  return batch_idx * scales.batch_stride + head_idx * scales.head_stride;
+}
+CUTLASS_DEVICE float scale_of(BlockScales const& scales, int offset, int block) {
+  return scales.data[offset + block * scales.block_stride];
+}
+
+// O += scale * (P V of a tile), for some of O's columns.
+template <class TensorO, class TensorPV>
+CUTLASS_DEVICE void add_scaled(TensorO& o, int first, TensorPV const& pv, float scale) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < decltype(cute::size(pv))::value; ++i) {
+    o(first + i) = fmaf(pv(i), scale, o(first + i));
+  }
+}
+
+template <class Config>
+CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Config::SharedStorage& smem,
+                                int warpgroup_idx) {
+  using namespace cute;
+  using Element = typename Config::Element;
+  using Schedule = typename Config::Schedule;
+
+  typename Config::MmaQK mma_qk;
+  typename Config::MmaPV mma_pv;
+  Tensor sQ = make_tensor(make_smem_ptr(smem.q[warpgroup_idx][0]), typename Config::LayoutQ{});
+  Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename Config::LayoutK{});     // (kTileN, kHeadDim, stages)
+  Tensor sVt = make_tensor(make_smem_ptr(smem.vt[0]), typename Config::LayoutVt{});  // (kHeadDim, kTileN, stages)
+  Tensor tSrQ = mma_qk.get_slice(0).partition_fragment_A(sQ);
+  Tensor tSrK = mma_qk.get_slice(0).partition_fragment_B(sK);
+  Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, typename Config::TileN>{});
+  Tensor tOrPV = partition_fragment_C(mma_pv, Shape<_64, typename Config::PvColumns>{});
+  Tensor tOrO = make_tensor<float>(Layout<Shape<Shape<_2, _2, Int<Config::kHeadDim / 8>>, _1, _1>>{});
+  Tensor tOrP = make_tensor<Element>(Shape<Shape<_4, _2, _2>, _1, Int<Config::kTileN / 32>>{});
+
+  auto& pipeline_q = smem.pipeline_q[warpgroup_idx];
+  auto& pipeline_k = smem.pipeline_k;
+  auto& pipeline_v = smem.pipeline_vt;
+  PipelineState<Config::kStagesQ> q_state;
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesVt> v_state;
+
+  ScaledSoftmax softmax;
+  float correction[kRowsPerThread];
+  float v_scale;
+
+  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  Tile tile{};
+  int unmasked_end = 0;  // key blocks before it are seen by all of this warpgroup's rows
+  auto const first_row = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    return tile.block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup;
+  };
+
+  auto const release_k = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    pipeline_k.release(k_state);
+    k_state.advance();
+  };
+  auto const release_v = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    pipeline_v.release(v_state);
+    v_state.advance();
+  };
+  auto const issue_qk = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    gemm(mma_qk, tSrQ(_, _, _, q_state.stage), tSrK(_, _, _, k_state.stage), tSrS, /*accumulate=*/false);
+  };
+  auto const issue_pv = [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+    Tensor tOrV = mma_pv.get_slice(0).partition_fragment_B(
+        local_tile(sVt, Shape<typename Config::PvColumns, typename Config::TileN, Int<Config::kStagesVt>>{},
+                   make_coord(part, _0{}, _0{})));
+    gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
+  };
+  // P of the block whose S is there; O of the blocks before is made to fit its maximum.
+  auto const mask_and_softmax = [&](int n_block, float qk_scale_log2) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (n_block >= unmasked_end) {
+      int limit[kRowsPerThread];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        int const row = first_row() + accumulator_row(i);
+        limit[i] = visible_keys(row, params.seqlen_q, params.seqlen_k, params.causal) - n_block * Config::kTileN;
+      }
+      mask_columns(tSrS, limit);
+    }
+    softmax.update(tSrS, qk_scale_log2, correction);
+  };
+  auto const rescale_o = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    // Most blocks of a long sequence raise no row's maximum.
+    if (__any_sync(0xffffffff, correction[0] != 1.f || correction[1] != 1.f)) {
+      rescale(tOrO, correction);
+    }
+  };
+
+  Schedule::start(warpgroup_idx);
+  while (scheduler.next(tile)) {
+    BlockRange const range =
+        block_range(first_row(), kRowsPerWarpgroup, Config::kTileN, params.seqlen_q, params.seqlen_k, params.causal);
+    unmasked_end = range.unmasked_end;
+    // Whether the CTA's last key block is hidden from all of this warpgroup's rows.
+    bool const skips_block = range.end < block_range(tile.block * Config::kTileM, Config::kTileM, Config::kTileN,
+                                                     params.seqlen_q, params.seqlen_k, params.causal)
+                                             .end;
+    int const kv_head_idx = tile.head_idx / params.group_size;
+    int const k_offset = scales_offset(params.k_scales, tile.batch_idx, kv_head_idx);
+    int const v_offset = scales_offset(params.v_scales, tile.batch_idx, kv_head_idx);
+    int const q_offset = scales_offset(params.q_scales, tile.batch_idx, tile.head_idx / params.q_scales_group);
+    // A warpgroup past the last query has no scale, and needs none.
+    float const q_scale_log2 =
+        first_row() < params.seqlen_q
+            ? scale_of(params.q_scales, q_offset, first_row() / kFp8BlockRows) * params.softmax_scale_log2
+            : 1.f;
+    auto const qk_scale_log2 = [&](int n_block) CUTLASS_LAMBDA_FUNC_INLINE {
+      float const scale = scale_of(params.k_scales, k_offset, n_block) * q_scale_log2;
+      return scale == 0.f ? kSmallestScale : scale;
+    };
+    auto const v_scale_of = [&](int n_block)
+                                CUTLASS_LAMBDA_FUNC_INLINE { return scale_of(params.v_scales, v_offset, n_block); };
+
+    softmax.reset();
+    clear(tOrO);
+    if (skips_block) {
+      Schedule::wait_turn(warpgroup_idx);
+      Schedule::pass_turn(warpgroup_idx);
+      pipeline_k.wait(k_state);
+      __syncwarp();  // no lane still polls the barrier when the stage goes back
+      release_k();
+    }
+    pipeline_q.wait(q_state);
+
+    int n_block = range.end - 1;
+    float scale = qk_scale_log2(n_block);
+    v_scale = v_scale_of(n_block);
+    pipeline_k.wait(k_state);
+    Schedule::wait_turn(warpgroup_idx);
+    issue_qk();
+    Schedule::pass_turn(warpgroup_idx);
+    warpgroup_wait<0>();
+    release_k();
+    if (skips_block) {
+      pipeline_v.wait(v_state);
+      __syncwarp();
+      release_v();
+    }
+    mask_and_softmax(n_block, scale);
+    convert_to_fp8(tSrS, tOrP);
+
+    if constexpr (!Config::kOverlaps) {
+      while (true) {
+        pipeline_v.wait(v_state);
+        for_each(make_int_sequence<Config::kPvParts>{}, [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+          issue_pv(part);
+          warpgroup_wait<0>();
+          if constexpr (part == Config::kPvParts - 1) {
+            release_v();
+          }
+          add_scaled(tOrO, part * size(tOrPV), tOrPV, v_scale);
+        });
+        if (n_block == 0) {
+          break;
+        }
+        --n_block;
+        scale = qk_scale_log2(n_block);
+        v_scale = v_scale_of(n_block);
+        pipeline_k.wait(k_state);
+        issue_qk();
+        warpgroup_wait<0>();
+        release_k();
+        mask_and_softmax(n_block, scale);
+        rescale_o();
+        convert_to_fp8(tSrS, tOrP);
+      }
+      pipeline_q.release(q_state);
+    } else {
+      for (--n_block; n_block >= 0; --n_block) {
+        scale = qk_scale_log2(n_block);
+        float const next_v_scale = v_scale_of(n_block);
+        pipeline_k.wait(k_state);
+        Schedule::wait_turn(warpgroup_idx);
+        issue_qk();
+        pipeline_v.wait(v_state);
+        issue_pv(_0{});
+        Schedule::pass_turn(warpgroup_idx);
+        warpgroup_wait<1>();
+        release_k();
+        mask_and_softmax(n_block, scale);
+        warpgroup_wait<0>();
+        release_v();
+        add_scaled(tOrO, 0, tOrPV, v_scale);
+        rescale_o();
+        convert_to_fp8(tSrS, tOrP);
+        v_scale = next_v_scale;
+      }
+      pipeline_q.release(q_state);
+      pipeline_v.wait(v_state);
+      Schedule::wait_turn(warpgroup_idx);
+      issue_pv(_0{});
+      Schedule::pass_turn(warpgroup_idx);
+      warpgroup_wait<0>();
+      release_v();
+      add_scaled(tOrO, 0, tOrPV, v_scale);
+    }
+    q_state.advance();
+    store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);
+  }
+  cute::tma_store_wait<0>();  // shared memory outlives the reads of the last store
+}
+
+}  // namespace fa3
