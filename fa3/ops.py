@@ -1,11 +1,12 @@
 """The operators in namespace fa3: schemas, shape-only (fake) implementations, autograd and FLOP formulas.
 
     fwd, bwd                    Hopper kernels; schemas and implementations are in the compiled library (csrc/api.cpp)
-    portable_fwd, portable_bwd  plain PyTorch, any device
+    fwd_fp8, quantize_fp8       the same for FP8 (e4m3), without a backward
+    portable_<any of these>     plain PyTorch, any device, with the same schema
 
 All are functional: outputs are new tensors. Shapes: q and out (b, sq, h, d), k and v (b, sk, hk, d), lse (b, h, sq).
 A backward runs where its forward ran. `deterministic` is for the backward: the forward hands it on, and is bit-equal
-from run to run in any case.
+from run to run in any case. The ops for FP8 are described at their portable twins in fp8_portable.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from fa3 import _library, portable
+from fa3 import _library, fp8_portable, portable
 
 _definitions = torch.library.Library("fa3", "FRAGMENT")
 _definitions.define(
@@ -27,19 +28,40 @@ _definitions.define(
     "float softmax_scale, bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+_definitions.define(
+    "portable_fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
+    "float softmax_scale, bool causal, bool out_fp16) -> (Tensor out, Tensor lse)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_definitions.define(
+    "portable_quantize_fp8(Tensor x, Tensor? signs, Tensor? cos, Tensor? sin, bool rotary_interleaved, bool smooth, "
+    "int block_size) -> (Tensor x8, Tensor descale, Tensor mean)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 _definitions.impl("portable_fwd", portable.forward, "CompositeExplicitAutograd")
 _definitions.impl("portable_bwd", portable.backward, "CompositeExplicitAutograd")
+_definitions.impl("portable_fwd_fp8", fp8_portable.forward, "CompositeExplicitAutograd")
+_definitions.impl("portable_quantize_fp8", fp8_portable.quantize, "CompositeExplicitAutograd")
 
 _library.load()
 
+
+def _compiled(name: str) -> torch._ops.OpOverload | None:
+    """The op of the compiled library, or None where that is not loaded or has no such op."""
+    packet = getattr(torch.ops.fa3, name, None)
+    return None if packet is None else packet.default
+
+
 portable_fwd = torch.ops.fa3.portable_fwd.default
 portable_bwd = torch.ops.fa3.portable_bwd.default
-# None where the library is not loaded.
-fwd = torch.ops.fa3.fwd.default if _library.is_loaded() else None
-bwd = torch.ops.fa3.bwd.default if _library.is_loaded() else None
+portable_fwd_fp8 = torch.ops.fa3.portable_fwd_fp8.default
+portable_quantize_fp8 = torch.ops.fa3.portable_quantize_fp8.default
+fwd, bwd, fwd_fp8, quantize_fp8 = (_compiled(name) for name in ("fwd", "bwd", "fwd_fp8", "quantize_fp8"))
 
 # Forward and backward ops of each path.
 _PATHS = [(portable_fwd, portable_bwd)] + ([(fwd, bwd)] if _library.is_loaded() else [])
+_FP8_FORWARDS = [op for op in (portable_fwd_fp8, fwd_fp8) if op is not None]
+_FP8_QUANTISERS = [op for op in (portable_quantize_fp8, quantize_fp8) if op is not None]
 
 
 def _fake_forward(
@@ -63,6 +85,39 @@ def _fake_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _fake_forward_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor,
+    k_descale: Tensor,
+    v_descale: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out_fp16: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, num_heads_q, _ = q.shape
+    out = q.new_empty(q.shape, dtype=torch.float16 if out_fp16 else torch.bfloat16)
+    return out, q.new_empty((batch, num_heads_q, seqlen_q), dtype=torch.float32)
+
+
+def _fake_quantize_fp8(
+    x: Tensor,
+    signs: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotary_interleaved: bool,
+    smooth: bool,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, seqlen, num_heads, head_dim = x.shape
+    x8_head_dim = head_dim if signs is None else signs.shape[0]
+    x8 = x.new_empty((batch, seqlen, num_heads, x8_head_dim), dtype=fp8_portable.E4M3)
+    num_blocks = fp8_portable.num_scales(seqlen, block_size)
+    descale = x.new_empty((batch, num_heads, num_blocks), dtype=torch.float32)
+    return x8, descale, x.new_empty((batch, num_heads, head_dim) if smooth else (0,), dtype=torch.float32)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
@@ -111,6 +166,11 @@ for _forward, _backward in _PATHS:
     )
     torch.library.register_autograd(_backward, _refuse_second_backward, lib=_definitions)
 
+for _forward in _FP8_FORWARDS:
+    torch.library.register_fake(_forward, _fake_forward_fp8, lib=_definitions)
+for _quantiser in _FP8_QUANTISERS:
+    torch.library.register_fake(_quantiser, _fake_quantize_fp8, lib=_definitions)
+
 _FUNCTIONS = {forward: _autograd_function(forward, backward) for forward, backward in _PATHS}
 
 
@@ -138,7 +198,7 @@ def checkpoint_save_ops() -> list[torch._ops.OpOverload]:
     >>> keep = functools.partial(checkpoint.create_selective_checkpoint_contexts, fa3.checkpoint_save_ops())
     >>> checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep)
     """
-    return [forward for forward, _ in _PATHS]
+    return [forward for forward, _ in _PATHS] + _FP8_FORWARDS
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> int:
@@ -157,6 +217,13 @@ def forward_flops(q_shape, k_shape, v_shape, softmax_scale, causal, *args, out_s
     return 2 * pairs * (head_dim + v_shape[3])
 
 
+def fp8_forward_flops(
+    q_shape, k_shape, v_shape, q_descale_shape, k_descale_shape, v_descale_shape, softmax_scale, causal, *args, **kwargs
+) -> int:
+    """As the 16-bit forward: scales and rounding are not counted."""
+    return forward_flops(q_shape, k_shape, v_shape, softmax_scale, causal)
+
+
 def backward_flops(
     dout_shape, dlse_shape, q_shape, k_shape, v_shape, out_shape_, lse_shape, softmax_scale, causal, *args, **kwargs
 ) -> int:
@@ -169,3 +236,5 @@ def backward_flops(
 for _forward, _backward in _PATHS:
     flop_counter.register_flop_formula(_forward.overloadpacket)(forward_flops)
     flop_counter.register_flop_formula(_backward.overloadpacket)(backward_flops)
+for _forward in _FP8_FORWARDS:
+    flop_counter.register_flop_formula(_forward.overloadpacket)(fp8_forward_flops)
