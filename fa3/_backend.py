@@ -52,8 +52,8 @@ def current_backend() -> str:
     return _choice
 
 
-def choose_path(device: torch.device) -> str:
-    """ "portable" or "hopper", for tensors on this device.
+def choose_path(device: torch.device, function: str = "flash_attn_func") -> str:
+    """ "portable" or "hopper", for tensors on this device; `function` is whom an error names.
 
     Raises:
         RuntimeError: the call would need the Hopper kernels and they cannot run on this device. There is no fallback
@@ -68,7 +68,7 @@ def choose_path(device: torch.device) -> str:
         refusal = _hopper_refusal(device.index)
     if refusal is not None:
         raise RuntimeError(
-            f"flash_attn_func: {refusal}. `python -m fa3` reports more; "
+            f"{function}: {refusal}. `python -m fa3` reports more; "
             f'`with fa3.backend("portable"):` runs the call in plain PyTorch on this device'
         )
     return "hopper"

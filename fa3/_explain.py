@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa3 import _library, portable
 from fa3._backend import choose_path, current_backend
-from fa3.interface import check_kernel_dtype, check_tensors
+from fa3.fp8_portable import E4M3, FP8_BLOCK
+from fa3.interface import check_kernel_dtype, check_tensors, op_of_path
 
 _TMA_ALIGNMENT_BYTES = 16
 
@@ -61,7 +62,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explana
     """What `flash_attn_func(q, k, v, causal=causal)` takes, here and now; nothing is computed.
 
     Args:
-        q, k, v, causal: as for flash_attn_func. Strides and device matter, values do not.
+        q, k, v, causal: as for flash_attn_func. Strides and device matter, values do not. FP8 inputs need no scales
+            here.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as flash_attn_func does for arguments that are wrong. A machine that
@@ -70,6 +72,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explana
     check_tensors(q, k, v)
     causal = causal and q.shape[1] > 1  # as flash_attn_func: a single query sees every key
     try:
+        if q.dtype == E4M3:
+            return _explain_fp8(q)
         if choose_path(q.device) == "portable":
             return _explain_portable(q, k, causal)
         check_kernel_dtype(q)
@@ -88,11 +92,22 @@ def _selected_rows(dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: boo
     )
 
 
+def _why_portable(q: Tensor) -> str:
+    return 'the backend is "portable"' if current_backend() == "portable" else f"the tensors are on {q.device.type}"
+
+
+def _explain_fp8(q: Tensor) -> Explanation:
+    op_of_path("fwd_fp8", q)  # raises where there is none
+    backward = "FP8 is a forward without a backward"
+    if choose_path(q.device) == "hopper":
+        reasons = [f"{q.device} is {torch.cuda.get_device_name(q.device)}, and the FP8 kernels are loaded"]
+        return Explanation("hopper", "refused", [*reasons, backward])
+    reasons = [_why_portable(q), f"the FP8 kernel's arithmetic is simulated in float32, by blocks of {FP8_BLOCK} keys"]
+    return Explanation("portable", "refused", [*reasons, backward])
+
+
 def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
-    if current_backend() == "portable":
-        reasons = ['the backend is "portable"']
-    else:
-        reasons = [f"the tensors are on {q.device.type}"]
+    reasons = [_why_portable(q)]
     backward = "the backward recomputes P from lse in tiles of plain PyTorch"
     if portable.sdpa_covers(q, k, causal):
         reasons.append(f"torch's CPU attention computes {'square causal' if causal else 'unmasked'} attention exactly")

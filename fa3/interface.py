@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fa3 import ops
 from fa3._backend import choose_path
+from fa3.fp8_portable import E4M3, FP8_BLOCK, num_scales
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _PORTABLE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
@@ -33,19 +37,22 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(softmax_scale * q k^T) v, in memory that grows with seqlen and not with its square.
 
     CUDA tensors run on the Hopper kernels, or raise where those cannot run. CPU tensors run in plain PyTorch, and so do
     all tensors inside `with fa3.backend("portable")`. `fa3.explain(q, k, v)` says what a call takes and why.
-    Differentiable once in q, k and v, through out and lse.
+    Differentiable once in q, k and v, through out and lse; FP8 inputs have no gradients.
 
     Query head h reads KV head h // (num_heads_q // num_heads_kv): MHA, GQA and MQA at any ratio. Any strides will do
     whose last dimension is contiguous: transposed views, slices of a fused qkv, expanded (stride 0) K and V.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), bfloat16 or float16; in plain PyTorch float32 or float64 too.
-            head_dim is a multiple of 8 from 8 to 256.
+            head_dim is a multiple of 8 from 8 to 256. float8_e4m3fn, with the scales below, is the FP8 forward: P is
+            rounded to e4m3 too, every sum is float32, and head_dim is a multiple of 16. fa3.quantize_fp8 makes such
+            inputs, fa3.flash_attn_fp8_func takes 16-bit ones.
         k: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_kv.
         v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q.
         softmax_scale: factor of the scores q k^T before softmax, above 0 and within float32: 1e-37 to 1e38.
@@ -61,7 +68,11 @@ def flash_attn_func(
                                                    1 1
 
         qv: must be None; not implemented.
-        q_descale, k_descale, v_descale: must be None; they belong to FP8 inputs, which are not implemented.
+        q_descale, k_descale, v_descale: the scales of FP8 inputs, float32: the value meant is the e4m3 one times its
+            scale. All three are required for float8_e4m3fn (no scale is ever assumed) and refused for other dtypes.
+            (batch, num_heads_kv): one per batch and KV head, for q too; or (batch, num_heads_kv, blocks), where blocks
+            is 1 or ceil(seqlen / 128), one scale for each 128 rows of the sequence. q_descale may have num_heads_q in
+            the place of num_heads_kv. Any strides, 0 among them.
         window_size: (left, right), in keys, both ends included: query i sees keys from
             i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right. -1 and None are unlimited. Only windows
             that are no limit, or that equal causal (right = 0), are implemented. causal=True is right = 0 whatever
@@ -78,9 +89,10 @@ def flash_attn_func(
         sm_margin: must be 0; leaving multiprocessors free is not implemented.
         return_attn_probs: True returns lse as well. (The name is upstream's; probabilities are never returned.)
         return_lse: the same under a clearer name.
+        out_dtype: for float8_e4m3fn inputs bfloat16 (None means it) or float16; None for all others.
 
     Returns:
-        out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q.
+        out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q (of FP8 inputs, out_dtype).
         lse: with return_attn_probs or return_lse, (batch, num_heads_q, seqlen_q), contiguous, float32 (float64 for
             float64 inputs): the natural logarithm of the sum over visible keys of exp(softmax_scale * q k^T).
 
@@ -97,8 +109,10 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument of the wrong type, or q, k and v of different or non-floating dtypes.
-        ValueError: devices, strides or shapes that do not fit together, or a value out of range.
-        NotImplementedError: a value whose meaning this version does not compute. Nothing is ignored silently.
+        ValueError: devices, strides or shapes that do not fit together, a value out of range, FP8 inputs without their
+            scales, scales without FP8 inputs.
+        NotImplementedError: a value whose meaning this version does not compute, such as a gradient of FP8 inputs.
+            Nothing is ignored silently.
         RuntimeError: CUDA tensors on a GPU that is not Hopper, or no compiled kernels. The message says which.
 
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
@@ -117,9 +131,8 @@ def flash_attn_func(
     for name, flag in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise _error(TypeError, name, "be a bool", type(flag).__name__)
-    for name, x in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if x is not None:
-            raise _error(NotImplementedError, name, "be None", type(x).__name__)
+    if qv is not None:
+        raise _error(NotImplementedError, "qv", "be None", type(qv).__name__)
     if attention_chunk:
         raise _error(NotImplementedError, "attention_chunk", "be 0", attention_chunk)
     if softcap:
@@ -132,81 +145,164 @@ def flash_attn_func(
     causal = causal and q.shape[1] > 1  # a single query sees every key
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
 
-    path = choose_path(q.device)
-    if path == "hopper":
-        check_kernel_dtype(q)
-    forward = ops.fwd if path == "hopper" else ops.portable_fwd
-    out, lse = ops.attend(forward, q, k, v, softmax_scale, causal, deterministic)
+    if q.dtype == E4M3:
+        out, lse = _attend_fp8(q, k, v, q_descale, k_descale, v_descale, softmax_scale, causal, out_dtype)
+    else:
+        for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if x is not None:
+                remedy = "; scales belong to float8_e4m3fn"
+                raise _error(ValueError, name, f"be None for {q.dtype} inputs", type(x).__name__, remedy)
+        if out_dtype is not None:
+            raise _error(ValueError, "out_dtype", f"be None for {q.dtype} inputs", out_dtype)
+        out, lse = ops.attend(op_of_path("fwd", q), q, k, v, softmax_scale, causal, deterministic)
     return (out, lse) if return_attn_probs or return_lse else out
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, function: str = "flash_attn_func") -> None:
     """Raises unless q, k and v belong together. The order is type, dtype, device, layout, shape."""
+    error = functools.partial(_error, function=function)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise _error(TypeError, name, "be a torch.Tensor", type(x).__name__)
+            raise error(TypeError, name, "be a torch.Tensor", type(x).__name__)
 
     dtype = q.dtype
-    if dtype not in _PORTABLE_DTYPES:
+    if dtype not in (*_PORTABLE_DTYPES, E4M3):
+        rule = "be bfloat16, float16 or float8_e4m3fn"
         if dtype.is_floating_point:
-            raise _error(NotImplementedError, "q.dtype", "be bfloat16 or float16", dtype, "; cast q, k and v")
-        raise _error(TypeError, "q.dtype", "be bfloat16 or float16", dtype)
+            raise error(NotImplementedError, "q.dtype", rule, dtype, "; cast q, k and v")
+        raise error(TypeError, "q.dtype", rule, dtype)
     if k.dtype != dtype:
-        raise _error(TypeError, "k.dtype", f"equal q.dtype = {dtype}", k.dtype)
+        raise error(TypeError, "k.dtype", f"equal q.dtype = {dtype}", k.dtype)
     if v.dtype != dtype:
-        raise _error(TypeError, "v.dtype", f"equal q.dtype = {dtype}", v.dtype)
+        raise error(TypeError, "v.dtype", f"equal q.dtype = {dtype}", v.dtype)
 
     device = q.device
     if k.device != device:
-        raise _error(ValueError, "k.device", f"equal q.device = {device}", k.device)
+        raise error(ValueError, "k.device", f"equal q.device = {device}", k.device)
     if v.device != device:
-        raise _error(ValueError, "v.device", f"equal q.device = {device}", v.device)
+        raise error(ValueError, "v.device", f"equal q.device = {device}", v.device)
 
-    _check_layout("q", q, "num_heads_q")
-    _check_layout("k", k, "num_heads_kv")
-    _check_layout("v", v, "num_heads_kv")
+    _check_layout("q", q, "num_heads_q", error)
+    _check_layout("k", k, "num_heads_kv", error)
+    _check_layout("v", v, "num_heads_kv", error)
 
     batch, _, num_heads_q, head_dim = q.shape
     k_batch, seqlen_k, num_heads_kv, k_head_dim = k.shape
     v_batch, v_seqlen_k, v_num_heads_kv, v_head_dim = v.shape
-    if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
+    step = 16 if dtype == E4M3 else 8
+    if head_dim % step != 0 or not step <= head_dim <= 256:
         remedy = "; zero-pad the last dimension and pass softmax_scale" if head_dim < 256 else ""
-        raise _error(ValueError, "q.shape[3] (head_dim)", "be a multiple of 8 from 8 to 256", head_dim, remedy)
+        rule = f"be a multiple of {step} from {step} to 256" + (f" for {E4M3}" if dtype == E4M3 else "")
+        raise error(ValueError, "q.shape[3] (head_dim)", rule, head_dim, remedy)
     if k_batch != batch:
-        raise _error(ValueError, "k.shape[0] (batch)", f"equal q.shape[0] = {batch}", k_batch)
+        raise error(ValueError, "k.shape[0] (batch)", f"equal q.shape[0] = {batch}", k_batch)
     if k_head_dim != head_dim:
-        raise _error(ValueError, "k.shape[3] (head_dim)", f"equal q.shape[3] = {head_dim}", k_head_dim)
+        raise error(ValueError, "k.shape[3] (head_dim)", f"equal q.shape[3] = {head_dim}", k_head_dim)
     if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv != 0:
         rule = f"divide q.shape[2] (num_heads_q) = {num_heads_q}, both above 0"
-        raise _error(ValueError, "k.shape[2] (num_heads_kv)", rule, num_heads_kv)
+        raise error(ValueError, "k.shape[2] (num_heads_kv)", rule, num_heads_kv)
     if v_batch != batch:
-        raise _error(ValueError, "v.shape[0] (batch)", f"equal q.shape[0] = {batch}", v_batch)
+        raise error(ValueError, "v.shape[0] (batch)", f"equal q.shape[0] = {batch}", v_batch)
     if v_seqlen_k != seqlen_k:
-        raise _error(ValueError, "v.shape[1] (seqlen_k)", f"equal k.shape[1] = {seqlen_k}", v_seqlen_k)
+        raise error(ValueError, "v.shape[1] (seqlen_k)", f"equal k.shape[1] = {seqlen_k}", v_seqlen_k)
     if v_num_heads_kv != num_heads_kv:
-        raise _error(ValueError, "v.shape[2] (num_heads_kv)", f"equal k.shape[2] = {num_heads_kv}", v_num_heads_kv)
+        raise error(ValueError, "v.shape[2] (num_heads_kv)", f"equal k.shape[2] = {num_heads_kv}", v_num_heads_kv)
     if v_head_dim != head_dim:
         remedy = "; zero-pad v and slice the output" if v_head_dim < head_dim else ""
         rule = f"equal q.shape[3] = {head_dim}"
-        raise _error(NotImplementedError, "v.shape[3] (head_dim_v)", rule, v_head_dim, remedy)
+        raise error(NotImplementedError, "v.shape[3] (head_dim_v)", rule, v_head_dim, remedy)
 
 
-def _check_layout(name: str, x: Tensor, num_heads: str) -> None:
+def _check_layout(name: str, x: Tensor, num_heads: str, error: Callable[..., Exception]) -> None:
     if x.layout is not torch.strided:
-        raise _error(ValueError, f"{name}.layout", "be torch.strided", x.layout, f"; use {name}.to_dense()")
+        raise error(ValueError, f"{name}.layout", "be torch.strided", x.layout, f"; use {name}.to_dense()")
     if x.dim() != 4:
         rule = f"have 4 dimensions (batch, seqlen_{'q' if name == 'q' else 'k'}, {num_heads}, head_dim)"
-        raise _error(ValueError, name, rule, f"shape {tuple(x.shape)}")
+        raise error(ValueError, name, rule, f"shape {tuple(x.shape)}")
     if x.stride(3) != 1 and x.numel() != 0:
         rule = "have a contiguous last dimension (stride 1)"
-        raise _error(ValueError, name, rule, f"stride {x.stride(3)}", f"; use {name}.contiguous()")
+        raise error(ValueError, name, rule, f"stride {x.stride(3)}", f"; use {name}.contiguous()")
 
 
-def check_kernel_dtype(q: Tensor) -> None:
+def check_kernel_dtype(q: Tensor, function: str = "flash_attn_func") -> None:
     """Raises unless the Hopper kernels compute the dtype of q."""
     if q.dtype not in _KERNEL_DTYPES:
         remedy = '; cast q, k and v, or use `with fa3.backend("portable")`'
-        raise _error(NotImplementedError, "q.dtype", "be bfloat16 or float16 on CUDA", q.dtype, remedy)
+        rule = "be bfloat16 or float16 on CUDA"
+        raise _error(NotImplementedError, "q.dtype", rule, q.dtype, remedy, function=function)
+
+
+def op_of_path(name: str, q: Tensor, function: str = "flash_attn_func") -> torch._ops.OpOverload:
+    """The op `name` of ops.py, on the path that q takes; raises where that path cannot run it."""
+    if choose_path(q.device, function) == "portable":
+        return getattr(ops, f"portable_{name}")
+    if q.dtype != E4M3:
+        check_kernel_dtype(q, function)
+    op = getattr(ops, name)
+    if op is None:
+        raise RuntimeError(
+            f"{function}: the compiled library has no op fa3::{name}; build the kernels again. "
+            '`with fa3.backend("portable"):` runs the call in plain PyTorch on this device'
+        )
+    return op
+
+
+def refuse_gradients(tensors: dict[str, Tensor], function: str = "flash_attn_func") -> None:
+    """Raises if a gradient of one of these would be asked of the FP8 forward, which has none."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x.requires_grad:
+            rule = "not require a gradient: FP8 is a forward without a backward"
+            remedy = "; use torch.no_grad(), or flash_attn_fp8_func(..., straight_through=True)"
+            raise _error(NotImplementedError, name, rule, "requires_grad=True", remedy, function=function)
+
+
+def _attend_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """The FP8 forward, after the checks of what only FP8 inputs have."""
+    seqlen_q, num_heads_q, seqlen_k, num_heads_kv = *q.shape[1:3], *k.shape[1:3]
+    descales = {
+        "q_descale": _check_descale("q_descale", q_descale, q, (num_heads_kv, num_heads_q), seqlen_q),
+        "k_descale": _check_descale("k_descale", k_descale, q, (num_heads_kv,), seqlen_k),
+        "v_descale": _check_descale("v_descale", v_descale, q, (num_heads_kv,), seqlen_k),
+    }
+    if out_dtype not in (None, *_KERNEL_DTYPES):
+        raise _error(ValueError, "out_dtype", "be None, bfloat16 or float16", out_dtype)
+    refuse_gradients({"q": q, "k": k, "v": v, **descales})
+    forward = op_of_path("fwd_fp8", q)
+    return forward(q, k, v, *descales.values(), softmax_scale, causal, out_dtype == torch.float16)
+
+
+def _check_descale(name: str, x: Tensor | None, q: Tensor, heads: tuple[int, ...], seqlen: int) -> Tensor:
+    """The scales with all 3 dimensions, (batch, heads, blocks); raises unless they fit q and these sizes."""
+    if x is None:
+        raise _error(ValueError, name, "be given for float8_e4m3fn inputs", x, "; no scale is ever assumed")
+    if not isinstance(x, Tensor):
+        raise _error(TypeError, name, "be a torch.Tensor", type(x).__name__)
+    if x.dtype != torch.float32:
+        raise _error(TypeError, f"{name}.dtype", "be float32", x.dtype)
+    if x.device != q.device:
+        raise _error(ValueError, f"{name}.device", f"equal q.device = {q.device}", x.device)
+    blocks = (1, num_scales(seqlen, FP8_BLOCK))
+    descale = x.unsqueeze(-1) if x.dim() == 2 else x
+    fits = descale.dim() == 3 and descale.shape[0] == q.shape[0]
+    if not (fits and descale.shape[1] in heads and descale.shape[2] in blocks):
+        rule = (
+            f"have shape (batch, heads) or (batch, heads, blocks), batch {q.shape[0]}, heads "
+            f"{' or '.join(map(str, heads))}, blocks 1 or ceil({seqlen} / {FP8_BLOCK}) = {blocks[1]}"
+        )
+        raise _error(ValueError, name, rule, tuple(x.shape))
+    return descale
 
 
 def _resolve_window(window_size: tuple[int | None, int | None], causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
@@ -232,5 +328,7 @@ def _resolve_window(window_size: tuple[int | None, int | None], causal: bool, se
     raise _error(NotImplementedError, "window_size", rule, window_size)
 
 
-def _error(kind: type[Exception], argument: str, rule: str, got: object, remedy: str = "") -> Exception:
-    return kind(f"flash_attn_func: {argument} must {rule}, got {got}{remedy}")
+def _error(
+    kind: type[Exception], argument: str, rule: str, got: object, remedy: str = "", *, function: str = "flash_attn_func"
+) -> Exception:
+    return kind(f"{function}: {argument} must {rule}, got {got}{remedy}")
