@@ -8,6 +8,7 @@
 from fa3._backend import backend
 from fa3._explain import Explanation, explain
 from fa3._library import unavailable_reason
+from fa3.fp8 import Fp8Inputs, Fp8Report, Fp8Transform, flash_attn_fp8_func, quantize_fp8, validate_fp8
 from fa3.interface import flash_attn_func
 from fa3.ops import checkpoint_save_ops
 
@@ -15,12 +16,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "Fp8Inputs",
+    "Fp8Report",
+    "Fp8Transform",
     "backend",
     "checkpoint_save_ops",
     "explain",
+    "flash_attn_fp8_func",
     "flash_attn_func",
     "is_available",
+    "quantize_fp8",
     "unavailable_reason",
+    "validate_fp8",
 ]
 
 

@@ -49,13 +49,16 @@ def test_signature_is_upstreams():
     parameters = list(inspect.signature(fa3.flash_attn_func).parameters.values())
     positional = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert [(p.name, p.default) for p in positional] == list(UPSTREAM.items())
-    assert [p.name for p in parameters[len(UPSTREAM) :]] == ["return_lse"]
-    assert parameters[-1].kind is inspect.Parameter.KEYWORD_ONLY
+    assert [p.name for p in parameters[len(UPSTREAM) :]] == ["return_lse", "out_dtype"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[len(UPSTREAM) :])
 
 
-def test_every_argument_is_documented():
-    documentation = inspect.getdoc(fa3.flash_attn_func)
-    for name in inspect.signature(fa3.flash_attn_func).parameters:
+@pytest.mark.parametrize(
+    "function", [fa3.flash_attn_func, fa3.flash_attn_fp8_func, fa3.quantize_fp8, fa3.validate_fp8]
+)
+def test_every_argument_is_documented(function):
+    documentation = inspect.getdoc(function)
+    for name in inspect.signature(function).parameters:
         assert re.search(rf"^\s+(\w+, )*{name}(, \w+)*: ", documentation, re.MULTILINE), name
 
 
