@@ -90,7 +90,9 @@ def quantize(
     descale = amax / E4M3_MAX
     descale = torch.where(descale > 0, descale, 1.0)
     x8 = (blocks / descale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1, 2)[:, :seqlen]
-    return x8.contiguous(), descale[:, :, 0, :, 0].transpose(1, 2).contiguous(), mean
+    # clone and not contiguous(), which leaves odd strides on dimensions of size 1.
+    x8, descale = (y.clone(memory_format=torch.contiguous_format) for y in (x8, descale[:, :, 0, :, 0].transpose(1, 2)))
+    return x8, descale, mean
 
 
 def forward(
