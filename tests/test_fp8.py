@@ -175,6 +175,22 @@ def test_one_key_among_thousands_of_low_scores():
     assert out[0, 0, 0, 0].item() == pytest.approx((1 - others) / (1 + others), abs=0.03)
 
 
+def test_p_is_rounded_and_its_sum_is_not():
+    """Four keys with scores of 0, -7 / 64, -16.625 and -18.5 in log2 units, and v that tells their P apart."""
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 4, 1, 16), torch.eye(16)[:4, None].expand(1, 4, 1, 16)
+    q[..., :2] = 1.0
+    k[0, :, 0, 0] = torch.tensor([0.0, -7 / 64, -16.0, -18.0])
+    k[0, :, 0, 1] = torch.tensor([0.0, 0.0, -0.625, -0.5])
+    one = torch.ones(1, 1)
+    scales = {"q_descale": one, "k_descale": one, "v_descale": one}
+    tensors = [x.to(E4M3) for x in (q, k, v)]
+    out, lse = fa3.flash_attn_func(*tensors, math.log(2), **scales, out_dtype=torch.float16, return_lse=True)
+    p = torch.tensor([256.0, 240.0, 2**-9, 0.0])  # 237.3 and 1.3 x 2^-9 before rounding, and 0.35 x 2^-9
+    row_sum = 256 * (1 + 2 ** (-7 / 64) + 2**-16.625 + 2**-18.5)
+    torch.testing.assert_close(out[0, 0, 0, :4].float(), p / row_sum, rtol=2**-11, atol=2**-25)
+    assert lse.item() == pytest.approx(math.log(row_sum / 256), rel=1e-6)
+
+
 def test_equal_scores_of_131072_keys_return_v():
     """No sum drifts: P is 256 for all keys."""
     q, k = torch.randn(1, 1, 1, 16).to(E4M3), torch.randn(1, 1, 1, 16).to(E4M3).expand(1, 131072, 1, 16)
@@ -395,12 +411,12 @@ def test_zeros_nan_and_infinity():
     assert torch.equal(x8[:, 384:].float(), expected[:, 384:].float())
 
 
-def test_tiny_values_keep_a_scale():
-    """The scale of a block may not become 0."""
-    x = torch.full((1, 1, 1, 16), 1e-44)
-    x8, descale, _ = quantise(x)
+@pytest.mark.parametrize("value", [1e-44, 9e-43])
+def test_tiny_values(value):
+    """The scale of a block may not become 0; one that is rounded down makes values saturate."""
+    x8, descale, _ = quantise(torch.full((1, 1, 1, 16), value))
     assert descale.item() > 0
-    assert not x8.isnan().any()
+    assert (x8.float() == (0.0 if value == 1e-44 else 448.0)).all()
 
 
 def sylvester(size: int) -> torch.Tensor:
