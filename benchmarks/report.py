@@ -31,17 +31,23 @@ def measured_commit() -> str:
     raise SystemExit("no commit to record: git names none for this tree; pass --commit SHA or set FA3_COMMIT")
 
 
-def environment() -> dict[str, str]:
+def environment(device: str = "cuda") -> dict[str, str | None]:
+    if device == "cpu":
+        return {"date": _now(), "gpu": "cpu", "driver": None, "torch": torch.__version__, "cuda": None}
     if not torch.cuda.is_available():
         raise SystemExit("a benchmark needs a CUDA GPU, torch finds none")
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": _now(),
         "gpu": torch.cuda.get_device_name(),
         "driver": driver[0] if driver else "unknown",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def gpu_slug(gpu: str) -> str:

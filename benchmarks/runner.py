@@ -19,16 +19,21 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def argument_parser(description: str, name: str, providers: Sequence[str], rounds: int) -> argparse.ArgumentParser:
-    """The arguments of every benchmark; `name` is that of the results file, `providers` the default ones."""
+    """The arguments of every benchmark that times; `name` as in add_results_arguments, `providers` the default ones."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--budget-ms", type=float, default=timing.DEFAULT_BUDGET_MS, help="per provider and round")
     parser.add_argument("--providers", nargs="+", choices=LOADERS, default=list(providers))
+    add_results_arguments(parser, name)
+    return parser
+
+
+def add_results_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where the results go, and the commit that they name; `name` is that of the results file."""
     parser.add_argument("--out-dir", type=Path, default=report.ROOT / "benchmarks" / "results")
     parser.add_argument("--json", type=Path, help=f"results file (default: <out-dir>/<gpu>/{name}.json)")
     parser.add_argument("--commit", help="commit of the measured code (default: from git, else FA3_COMMIT)")
     parser.set_defaults(name=name)
-    return parser
 
 
 def grid_parser(description: str, name: str, providers: Sequence[str], rounds: int) -> argparse.ArgumentParser:
