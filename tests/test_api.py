@@ -53,9 +53,7 @@ def test_signature_is_upstreams():
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[len(UPSTREAM) :])
 
 
-@pytest.mark.parametrize(
-    "function", [fa3.flash_attn_func, fa3.flash_attn_fp8_func, fa3.quantize_fp8, fa3.validate_fp8]
-)
+@pytest.mark.parametrize("function", [fa3.flash_attn_func, fa3.flash_attn_fp8_func, fa3.quantize_fp8, fa3.validate_fp8])
 def test_every_argument_is_documented(function):
     documentation = inspect.getdoc(function)
     for name in inspect.signature(function).parameters:

@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import bench_backward, bench_forward, bench_training, cases, plot, report, runner, timing
+from benchmarks import bench_backward, bench_forward, bench_training, cases, fp8_accuracy, plot, report, runner, timing
 from benchmarks.bench_training import Layer
 from benchmarks.cases import Case
 from benchmarks.providers import LOADERS, Provider, load_providers
@@ -349,6 +349,28 @@ def test_training_benchmark_from_start_to_end(without_gpu, tmp_path):
     png = plot.plot(path)
     assert png == [tmp_path / "training.png"]
     assert png[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_fp8_accuracy_from_start_to_end(tmp_path, capsys):
+    """Small and on the CPU: the rows of the paper's table, in the order of their errors."""
+    path = tmp_path / "fp8_accuracy.json"
+    arguments = ["--device", "cpu", "--seqlen", "130", "--commit", "abc"]
+    assert fp8_accuracy.main([*arguments, "--json", str(path)]) == 0
+    results = json.loads(path.read_text())
+    assert (results["commit"], results["gpu"]) == ("abc", "cpu")
+    assert {row["row"]: row["paper"] for row in results["rows"]} == fp8_accuracy.PAPER_RMSE
+    rmse = {row["row"]: row["rmse"] for row in results["rows"]}
+    assert 0 < rmse["fa3-fp16"] <= rmse["fp16-baseline"] < rmse["fa3-fp8"]
+    assert rmse["fa3-fp8"] < rmse["fa3-fp8-no-incoherent"] < rmse["fp8-per-tensor"]
+    assert rmse["simulation"] == 0
+    assert "fa3-fp8-no-incoherent" in capsys.readouterr().out
+
+
+def test_outliers_of_the_fp8_accuracy():
+    for x in fp8_accuracy.make_inputs(512, "cpu", seed=0):
+        assert x.dtype == torch.float16
+        assert x.float().var() == pytest.approx(1 + 1e-3 * 100, rel=0.05)
+        assert (x.abs() > 6).float().mean() == pytest.approx(0.55e-3, rel=0.2)  # P(|N(0, 101)| > 6) = 0.55
 
 
 def test_training_shapes():
