@@ -1,111 +1,17 @@
-// The torch side: op schemas, every argument check, output allocation, device and stream. The only file with torch
-// headers, and only those of the stable ABI, so that one build serves every torch from 2.10 on.
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
+// The torch side of attention: op schemas, every argument check, output allocation, device and stream.
 #include <algorithm>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
-#include <vector>
 
 #include "bwd/kernels.h"
-#include "check.h"
 #include "fwd/kernels.h"
 #include "fwd/tiles.h"
+#include "torch_op.h"
 
+namespace fa3 {
 namespace {
-
-using fa3::Dtype;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-std::string shape_of(Tensor const& tensor) {
-  std::string text = "(";
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    text += (i ? ", " : "") + std::to_string(tensor.size(i));
-  }
-  return text + ")";
-}
-
-// The checks of one op, each of which throws `<op>: <argument> must <rule>, got <value>`.
-struct ArgumentCheck {
-  char const* op;
-
-  void operator()(bool condition, char const* argument, std::string const& rule, std::string const& got) const {
-    FA3_CHECK(condition, std::string(op) + ": " + argument + " must " + rule + ", got " + got);
-  }
-};
-
-struct DeviceProperties {
-  int num_sms;
-  int major;
-  int minor;
-};
-
-// Asked once per device: cudaDeviceGetAttribute is cheap, but not free on every call.
-DeviceProperties const& device_properties(int device) {
-  static std::mutex mutex;
-  static std::vector<DeviceProperties> cache;
-  std::lock_guard const lock(mutex);
-  if (static_cast<size_t>(device) >= cache.size()) {
-    int count = 0;
-    FA3_CHECK_CUDA(cudaGetDeviceCount(&count));
-    std::vector<DeviceProperties> all(count);
-    for (int i = 0; i < count; ++i) {
-      FA3_CHECK_CUDA(cudaDeviceGetAttribute(&all[i].num_sms, cudaDevAttrMultiProcessorCount, i));
-      FA3_CHECK_CUDA(cudaDeviceGetAttribute(&all[i].major, cudaDevAttrComputeCapabilityMajor, i));
-      FA3_CHECK_CUDA(cudaDeviceGetAttribute(&all[i].minor, cudaDevAttrComputeCapabilityMinor, i));
-    }
-    cache = std::move(all);
-  }
-  return cache[device];
-}
-
-// TMA reads contiguous vectors from 16-byte aligned addresses: a tensor whose base, or whose stride of a dimension
-// longer than 1, does not fit is copied. (Strides of 2^40 bytes and more are not addressable either.)
-bool tma_addressable(Tensor const& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0 || tensor.stride(3) != 1) {
-    return false;
-  }
-  for (int64_t i = 0; i < 3; ++i) {
-    int64_t const stride_bytes = tensor.stride(i) * static_cast<int64_t>(tensor.element_size());
-    if (tensor.size(i) > 1 && (stride_bytes % 16 != 0 || stride_bytes < 0 || stride_bytes >= (int64_t{1} << 40))) {
-      return false;
-    }
-  }
-  return true;
-}
-
-Tensor for_tma(Tensor const& tensor) {
-  if (tma_addressable(tensor)) {
-    return tensor;
-  }
-  Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
-  torch::stable::copy_(copy, tensor);
-  return copy;
-}
-
-// Makes a device current while it lives, and its context too: TMA's tensor maps ask the driver, which, unlike the
-// runtime, makes none current by itself. A thread of autograd's may have none yet.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int device) : guard_(device) { FA3_CHECK_CUDA(cudaSetDevice(device)); }
-
- private:
-  torch::stable::accelerator::DeviceGuard const guard_;
-};
-
-fa3::TensorArg tensor_arg(Tensor const& tensor) {
-  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
 
 // What q, k and v say of a call.
 struct Problem {
@@ -114,42 +20,20 @@ struct Problem {
   int device;
 };
 
-void check_tensor(ArgumentCheck const& check, char const* name, Tensor const& tensor, int device, ScalarType type) {
-  check(tensor.is_cuda(), name, "be on a CUDA device", "a tensor elsewhere");
-  check(tensor.get_device() == device, name, "be on q's device " + std::to_string(device),
-        "device " + std::to_string(tensor.get_device()));
-  check(tensor.scalar_type() == type, name, type == ScalarType::Float ? "be float32" : "have q's dtype",
-        "scalar type " + std::to_string(static_cast<int>(tensor.scalar_type())));
-}
-
-void check_shape(ArgumentCheck const& check, char const* name, Tensor const& tensor, std::vector<int64_t> const& shape,
-                 std::string const& rule) {
-  bool equal = tensor.dim() == static_cast<int64_t>(shape.size());
-  for (size_t i = 0; equal && i < shape.size(); ++i) {
-    equal = tensor.size(i) == shape[i];
-  }
-  check(equal, name, rule, shape_of(tensor));
-}
-
 Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& k, Tensor const& v,
                      double softmax_scale, bool fp8 = false) {
-  ScalarType const type = q.scalar_type();
-  check(fp8 ? type == ScalarType::Float8_e4m3fn : type == ScalarType::Half || type == ScalarType::BFloat16, "q",
-        fp8 ? "be float8_e4m3fn" : "be float16 or bfloat16", "scalar type " + std::to_string(static_cast<int>(type)));
-  auto const check_input = [&](char const* name, Tensor const& tensor) {
-    check_tensor(check, name, tensor, q.get_device(), type);
-    check(tensor.dim() == 4, name, "have 4 dimensions (batch, seqlen, num_heads, head_dim)", shape_of(tensor));
-    check(tensor.numel() == 0 || tensor.size(3) == 1 || tensor.stride(3) == 1, name, "have a contiguous last dimension",
-          "stride " + std::to_string(tensor.stride(3)));
-    for (int64_t i = 0; i < 4; ++i) {
-      // 1024 short of the limit, so that a last tile's end still fits an int.
-      check(tensor.size(i) <= std::numeric_limits<int>::max() - 1024, name, "have sizes below 2^31 - 1024",
-            shape_of(tensor));
-    }
+  if (fp8) {
+    check(q.scalar_type() == ScalarType::Float8_e4m3fn, "q", "be float8_e4m3fn",
+          "scalar type " + std::to_string(static_cast<int>(q.scalar_type())));
+  }
+  Dtype const dtype = fp8 ? Dtype::kFloat8E4M3 : check_16_bits(check, "q", q);
+  auto const check_qkv = [&](char const* name, Tensor const& tensor) {
+    check_tensor(check, name, tensor, "q", q.get_device(), q.scalar_type());
+    check_input(check, name, tensor);
   };
-  check_input("q", q);
-  check_input("k", k);
-  check_input("v", v);
+  check_qkv("q", q);
+  check_qkv("k", k);
+  check_qkv("v", v);
 
   Problem const problem{
       .batch = q.size(0),
@@ -158,15 +42,10 @@ Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& 
       .num_heads_q = q.size(2),
       .num_heads_kv = k.size(2),
       .head_dim = q.size(3),
-      .dtype = fp8                        ? Dtype::kFloat8E4M3
-               : type == ScalarType::Half ? Dtype::kFloat16
-                                          : Dtype::kBFloat16,
+      .dtype = dtype,
       .device = q.get_device(),
   };
-  int64_t const least = fp8 ? 16 : 8;  // 16 bytes, for TMA
-  check(problem.head_dim >= least && problem.head_dim <= 256 && problem.head_dim % least == 0, "q",
-        "have a head_dim that is a multiple of " + std::to_string(least) + " up to 256",
-        std::to_string(problem.head_dim));
+  check_head_dim(check, "q", problem.head_dim, fp8 ? 16 : 8);  // 16 bytes, for TMA
   check(k.size(0) == problem.batch && k.size(3) == problem.head_dim, "k", "have q's batch and head_dim", shape_of(k));
   check_shape(check, "v", v, {problem.batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim},
               "have k's shape " + shape_of(k));
@@ -176,9 +55,7 @@ Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& 
   check(softmax_scale >= 1e-37 && softmax_scale <= 1e38, "softmax_scale", "be from 1e-37 to 1e38 (float32)",
         std::to_string(softmax_scale));
 
-  DeviceProperties const& properties = device_properties(problem.device);
-  check(properties.major == 9 && properties.minor == 0, "q", "be on a Hopper GPU (compute capability 9.0)",
-        std::to_string(properties.major) + "." + std::to_string(properties.minor));
+  check_hopper(check, "q", problem.device);
   return problem;
 }
 
@@ -188,17 +65,11 @@ void check_built(char const* op, Kernel const* kernel, Problem const& problem) {
                                    std::to_string(problem.head_dim) + " of q's dtype");
 }
 
-cudaStream_t current_stream(int device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
 // out and lse, written: by the kernel, or here where there is nothing to compute.
 std::tuple<Tensor, Tensor> run_forward(char const* op, Problem const& problem, Tensor const& q, Tensor const& k,
                                        Tensor const& v, ScalarType out_type, double softmax_scale, bool causal,
-                                       fa3::FwdParams params) {
-  fa3::FwdKernel const* kernel = fa3::select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal);
+                                       FwdParams params) {
+  FwdKernel const* kernel = select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal);
   check_built(op, kernel, problem);
   CurrentDevice const current_device(problem.device);
 
@@ -240,10 +111,10 @@ std::tuple<Tensor, Tensor> fwd(Tensor const& q, Tensor const& k, Tensor const& v
 }
 
 // Scales by (batch, head, block): one per kFp8BlockRows rows, or one for all.
-fa3::BlockScales block_scales(ArgumentCheck const& check, char const* name, Tensor const& scales, int device,
-                              int64_t batch, int64_t num_heads, int64_t seqlen) {
-  check_tensor(check, name, scales, device, ScalarType::Float);
-  int64_t const num_blocks = (seqlen + fa3::kFp8BlockRows - 1) / fa3::kFp8BlockRows;
+BlockScales block_scales(ArgumentCheck const& check, char const* name, Tensor const& scales, int device, int64_t batch,
+                         int64_t num_heads, int64_t seqlen) {
+  check_tensor(check, name, scales, "q", device, ScalarType::Float);
+  int64_t const num_blocks = (seqlen + kFp8BlockRows - 1) / kFp8BlockRows;
   check(scales.dim() == 3 && scales.size(0) == batch && scales.size(1) == num_heads &&
             (scales.size(2) == num_blocks || scales.size(2) == 1),
         name,
@@ -289,12 +160,12 @@ std::tuple<Tensor, Tensor, Tensor> bwd(Tensor const& dout, std::optional<Tensor>
   ArgumentCheck const check{"bwd"};
   Problem const problem = check_inputs(check, q, k, v, softmax_scale);
   auto const check_like_q = [&](char const* name, Tensor const& tensor) {
-    check_tensor(check, name, tensor, problem.device, q.scalar_type());
+    check_tensor(check, name, tensor, "q", problem.device, q.scalar_type());
     check_shape(check, name, tensor, {problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim},
                 "have q's shape " + shape_of(q));
   };
   auto const check_like_lse = [&](char const* name, Tensor const& tensor) {
-    check_tensor(check, name, tensor, problem.device, ScalarType::Float);
+    check_tensor(check, name, tensor, "q", problem.device, ScalarType::Float);
     check_shape(check, name, tensor, {problem.batch, problem.num_heads_q, problem.seqlen_q},
                 "have the shape (batch, num_heads_q, seqlen_q) of q " + shape_of(q));
   };
@@ -304,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(Tensor const& dout, std::optional<Tensor>
   if (dlse.has_value()) {
     check_like_lse("dlse", *dlse);
   }
-  fa3::BwdKernel const* kernel = fa3::select_bwd_kernel(problem.dtype, problem.head_dim);
+  BwdKernel const* kernel = select_bwd_kernel(problem.dtype, problem.head_dim);
   check_built("bwd", kernel, problem);
   CurrentDevice const current_device(problem.device);
 
@@ -377,6 +248,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(Tensor const& dout, std::optional<Tensor>
 }
 
 }  // namespace
+}  // namespace fa3
 
 STABLE_TORCH_LIBRARY(fa3, m) {
   m.def(
@@ -391,16 +263,16 @@ STABLE_TORCH_LIBRARY(fa3, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fa3, CUDA, m) {
-  m.impl("fwd", TORCH_BOX(&fwd));
-  m.impl("fwd_fp8", TORCH_BOX(&fwd_fp8));
-  m.impl("bwd", TORCH_BOX(&bwd));
+  m.impl("fwd", TORCH_BOX(&fa3::fwd));
+  m.impl("fwd_fp8", TORCH_BOX(&fa3::fwd_fp8));
+  m.impl("bwd", TORCH_BOX(&fa3::bwd));
 }
 
 // For `python -m fa3` and `fa3.explain`, through ctypes: they must work without a GPU.
 #define FA3_EXPORT extern "C" __attribute__((visibility("default")))
 
-static char const* dtype_name(Dtype dtype) {
-  return dtype == Dtype::kFloat8E4M3 ? "e4m3" : dtype == Dtype::kBFloat16 ? "bf16" : "fp16";
+static char const* dtype_name(fa3::Dtype dtype) {
+  return dtype == fa3::Dtype::kFloat8E4M3 ? "e4m3" : dtype == fa3::Dtype::kBFloat16 ? "bf16" : "fp16";
 }
 
 // The built kernels as a JSON list: those of the forward, then those of the backward.
@@ -432,13 +304,13 @@ FA3_EXPORT char const* fa3_kernel_table() {
 
 // Row of fa3_kernel_table that a forward call takes, or -1. `dtype`: 0 float16, 1 bfloat16, 2 float8_e4m3fn.
 FA3_EXPORT int fa3_select_fwd_kernel(int dtype, int head_dim, int seqlen_k, bool causal) {
-  fa3::FwdKernel const* selected = fa3::select_fwd_kernel(static_cast<Dtype>(dtype), head_dim, seqlen_k, causal);
+  fa3::FwdKernel const* selected = fa3::select_fwd_kernel(static_cast<fa3::Dtype>(dtype), head_dim, seqlen_k, causal);
   return selected == nullptr ? -1 : static_cast<int>(selected - fa3::fwd_kernels().data());
 }
 
 // The same for a backward call.
 FA3_EXPORT int fa3_select_bwd_kernel(int dtype, int head_dim) {
-  fa3::BwdKernel const* selected = fa3::select_bwd_kernel(static_cast<Dtype>(dtype), head_dim);
+  fa3::BwdKernel const* selected = fa3::select_bwd_kernel(static_cast<fa3::Dtype>(dtype), head_dim);
   return selected == nullptr ? -1
                              : static_cast<int>(fa3::fwd_kernels().size() + (selected - fa3::bwd_kernels().data()));
 }

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiles import BWD_TILES, FWD_TILES, HEAD_DIMS, ROWS_PER_WARPGROUP, BwdTile, FwdTile, tile_for
 
-LARGEST = 2**31 - 1025  # the largest size that csrc/api.cpp lets through
+LARGEST = 2**31 - 1025  # the largest size that csrc/torch_op.h lets through
 L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
 BWD_L2_BUDGET_BYTES = 40 << 20  # csrc/bwd/launch.cuh
 
