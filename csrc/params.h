@@ -88,4 +88,35 @@ struct BwdParams {
   int num_sms;
 };
 
+// Rotary embedding: row i is turned by the angles of row i of the tables.
+struct RotaryArg {
+  void const* cos;  // (at least seqlen, dim / 2), contiguous
+  void const* sin;
+  bool is_float;     // the tables are float32; else of x's type
+  bool interleaved;  // pairs of columns (0, 1), (2, 3), ...; else (0, dim / 2), (1, dim / 2 + 1), ...
+  int dim;           // columns that are turned, the first ones; 0: none
+};
+
+struct QuantizeParams {
+  TensorArg x;  // (batch, seqlen, num_heads, head_dim), 16-byte aligned
+  RotaryArg rotary;
+  float* mean;         // (batch, num_heads, head_dim), written and subtracted; nullptr: nothing is subtracted
+  float const* signs;  // (width), of the Hadamard transform; nullptr: none
+  void* x8;            // e4m3 (batch, seqlen, num_heads, columns), contiguous
+  float* descale;      // (batch, num_heads, num_blocks), or, where amax is given, (batch, num_heads)
+
+  // Scratch, of any content.
+  float* column_sums;  // (batch, num_heads, num_blocks, head_dim): where mean is given, else nullptr
+  float* amax;         // (batch, num_heads): one scale for all rows of a head; nullptr: one per block
+
+  int batch;
+  int seqlen;
+  int num_heads;
+  int head_dim;
+  int width;    // 64, 128 or 256: head_dim, padded with zeros
+  int columns;  // of x8: width after a Hadamard transform, else head_dim
+
+  int num_sms;
+};
+
 }  // namespace fa3

@@ -204,7 +204,8 @@ def build_report(plan: Plan, logs: list[str]) -> dict[str, Any]:
         "nvcc": plan.toolkit.version if plan.toolkit else None,
         "torch_headers": plan.torch_version,
         "cutlass": plan.cutlass_version,
-        # A file has one main kernel, known by the file's name. What the backward runs before and after it is a helper.
+        # A file of attention has one main kernel, known by the file's name. Helpers: what the backward runs before and
+        # after it, and the quantiser.
         "kernels": [kernel for kernel in kernels if _is_main(kernel)],
         "helper_kernels": [kernel for kernel in kernels if not _is_main(kernel)],
         "ptxas_messages": [message for log in logs for message in parse_messages(log)],

@@ -21,7 +21,15 @@ from pathlib import Path
 from fa3_build.toolkit import PIP_TOOLKIT, Toolkit, find_toolkits
 
 ROOT = Path(__file__).resolve().parent.parent
-OPS = ("csrc/api.cpp", "csrc/fwd/kernels.cpp", "csrc/bwd/kernels.cpp")
+# In every build: the ops, and the quantiser, whose kernels compile in seconds.
+OPS = (
+    "csrc/api.cpp",
+    "csrc/fwd/kernels.cpp",
+    "csrc/bwd/kernels.cpp",
+    "csrc/quantize/op.cpp",
+    "csrc/quantize/quantize_bf16.cu",
+    "csrc/quantize/quantize_fp16.cu",
+)
 KERNELS = ("csrc/fwd/fwd_*.cu", "csrc/bwd/bwd_*.cu")
 MINIMUM_CUDA = (12, 5)  # cudaGetDriverEntryPointByVersion
 MINIMUM_TORCH = (2, 10)
@@ -69,7 +77,7 @@ def kernels_switch() -> bool | None:
 
 
 def kernel_sources() -> list[str]:
-    """The .cu files to compile, relative to the project folder; FA3_KERNELS may choose some of them."""
+    """The .cu files of attention to compile, relative to the project folder; FA3_KERNELS may choose some of them."""
     sources = sorted(path.relative_to(ROOT).as_posix() for pattern in KERNELS for path in ROOT.glob(pattern))
     wanted = [part.strip() for part in os.environ.get("FA3_KERNELS", "").split(",") if part.strip()]
     if not wanted:

@@ -1,0 +1,168 @@
+// The quantiser: rotary embedding, minus the mean, signs and Hadamard transform, largest value of a block, e4m3.
+//
+// A CTA goes through its tiles, each of which stays in registers, as float32, from the load to the cast. What is left
+// is the traffic: x is read once, x8 written once.
+#pragma once
+
+#include <cfloat>
+
+#include "quantize/hadamard.cuh"
+#include "quantize/rotary.cuh"
+
+namespace fa3 {
+
+enum class QuantizeStep {
+  kBlocks,    // one scale per block of rows, found and used
+  kHeadAmax,  // one scale per head: first its largest value
+  kHead,      // then the scale and the values
+};
+
+constexpr float kLargestE4m3 = 448.f;
+
+struct Scales {
+  float descale;
+  float factor;  // of a value that the transform left without its 1 / sqrt(width)
+};
+
+// x8 is the value times the factor, not over descale: both are within 2^-21 of each other, and the cast rounds to 2^-4,
+// so that only a value as near to a tie may come out as its neighbour. A descale so small that it has no reciprocal
+// is made larger; then the values do not reach 448.
+CUTLASS_DEVICE Scales scales(float amax, float norm) {
+  float const descale = amax == 0.f ? 1.f : fmaxf(amax * (norm * (1.f / kLargestE4m3)), FLT_MIN);
+  return {descale, __fdividef(norm, descale)};  // a full division may call a function, which costs registers
+}
+
+// The largest absolute value, of those that are not NaN.
+CUTLASS_DEVICE float largest(Vector const (&x)[8]) {
+  float amax[4] = {};  // not one, whose 64 steps would wait for each other
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 64; ++i) {
+    amax[i % 4] = fmaxf(amax[i % 4], fabsf(x[i / 8][i % 8]));
+  }
+  return fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3]));
+}
+
+// Over a warp, and of non-negative numbers: those are ordered as their bits are.
+CUTLASS_DEVICE float warp_max(float x) { return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x))); }
+
+// op(value, that of its channel) for each of the thread's values.
+template <class Config, class Op>
+CUTLASS_DEVICE void with_channels(ThreadRow<Config> const& thread, float const* channels, Vector (&x)[8], Op&& op) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    Vector const of_channels = read_vector(channels + thread.column(i));
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      x[i][j] = op(x[i][j], of_channels[j]);
+    }
+  }
+}
+
+// Casts a warp's rows and writes them, half of the columns at a time, through shared memory so that a row's bytes go
+// out together. 8 bytes per thread: head_dim may be an odd multiple of 8.
+template <class Config>
+CUTLASS_DEVICE void store_rows(QuantizeParams const& params, HeadBlock const& tile, int first_row,
+                               ThreadRow<Config> const& thread, float factor, Vector const (&x)[8],
+                               typename Config::WarpSmem& smem) {
+  constexpr int kHalf = Config::kWidth / 2;
+  constexpr int kPieces = kHalf / 8;  // per row
+  int64_t const row_stride = int64_t(params.num_heads) * params.columns;
+  auto* out = static_cast<uint8_t*>(params.x8) + (int64_t(tile.batch_idx) * params.seqlen + first_row) * row_stride +
+              int64_t(tile.head_idx) * params.columns;
+  CUTLASS_PRAGMA_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      cutlass::Array<float, 16> scaled;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 16; ++j) {
+        scaled[j] = x[half * 4 + i * 2 + j / 8][j % 8] * factor;
+      }
+      auto const cast = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 16>::convert(scaled);
+      *reinterpret_cast<uint4*>(smem.x8 + swizzled_bytes<kHalf>(thread.row, thread.part * 32 + i * 16)) =
+          reinterpret_cast<uint4 const&>(cast);
+    }
+    __syncwarp();
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < Config::kRowsPerWarp; pass += 32 / kPieces) {
+      int const row = pass + thread.lane_idx / kPieces;
+      int const piece = thread.lane_idx % kPieces;
+      int const column = half * kHalf + piece * 8;
+      if (first_row + row < params.seqlen && column < params.columns) {
+        *reinterpret_cast<uint2*>(out + row * row_stride + column) =
+            *reinterpret_cast<uint2 const*>(smem.x8 + swizzled_bytes<kHalf>(row, piece * 8));
+      }
+    }
+    __syncwarp();
+  }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kCtasPerSm)
+    quantize_fp8_kernel(QuantizeParams const params, HeadBlocks const tiles, QuantizeStep step, float norm) {
+  extern __shared__ __align__(128) uint8_t smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_bytes);
+  auto& warp_smem = smem.warps[threadIdx.x / 32];
+
+  int const end = tiles.first_of(blockIdx.x + 1);
+  int number = tiles.first_of(blockIdx.x);
+  prefetch<Config>(params, params.mean, params.rotary.dim > 0, tiles[number], warp_smem);
+  if (params.signs != nullptr && threadIdx.x < Config::kWidth) {
+    smem.signs[threadIdx.x] = params.signs[threadIdx.x];
+  }
+  __syncthreads();
+  for (; number < end; ++number) {
+    ThreadRow<Config> const thread;
+    HeadBlock const tile = tiles[number];
+    int const first_row = thread.first_row(tile);
+
+    Vector x[8];
+    read_row(thread, warp_smem, x);
+    if (params.rotary.dim > 0) {
+      rotate(params.rotary, thread, warp_smem, x);
+    }
+    if (params.mean != nullptr) {
+      with_channels(thread, warp_smem.channels, x, [](float value, float mean) { return value - mean; });
+    }
+    __syncwarp();
+    if (number + 1 < end) {
+      HeadBlock const next = tiles[number + 1];
+      prefetch<Config>(params, params.mean, params.rotary.dim > 0 && next.block != tile.block, next, warp_smem);
+    }
+    if (params.signs != nullptr) {
+      with_channels(thread, smem.signs, x, [](float value, float sign) { return value * sign; });
+      hadamard<Config>(thread, x);
+    }
+
+    float amax = 0.f;
+    if (step != QuantizeStep::kHead) {
+      amax = warp_max(first_row + thread.row < params.seqlen ? largest(x) : 0.f);
+    }
+    if (step == QuantizeStep::kHeadAmax) {
+      if (thread.lane_idx == 0) {
+        atomicMax(reinterpret_cast<unsigned*>(&params.amax[tile.head_batch]), __float_as_uint(amax));
+      }
+      continue;
+    }
+    if (step == QuantizeStep::kBlocks) {
+      if (thread.lane_idx == 0) {
+        smem.amax[number % 2][thread.warp_idx] = amax;
+      }
+      __syncthreads();
+      amax = warp_max(smem.amax[number % 2][thread.lane_idx % Config::kNumWarps]);
+    } else {
+      amax = params.amax[tile.head_batch];
+    }
+    auto const [descale, factor] = scales(amax, norm);
+    if (threadIdx.x == 0) {
+      if (step == QuantizeStep::kBlocks) {
+        params.descale[int64_t(tile.head_batch) * tiles.num_blocks + tile.block] = descale;
+      } else if (tile.block == 0) {
+        params.descale[tile.head_batch] = descale;
+      }
+    }
+    store_rows<Config>(params, tile, first_row, thread, factor, x, warp_smem);
+  }
+}
+
+}  // namespace fa3

@@ -1,0 +1,135 @@
+// The torch side of the quantiser: its schema, checks and outputs.
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "quantize/quantize.h"
+#include "torch_op.h"
+
+namespace fa3 {
+namespace {
+
+Tensor aligned(Tensor const& tensor) {  // contiguous and, as vectors are read from it, 16-byte aligned
+  if (tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0) {
+    return tensor;
+  }
+  Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
+  torch::stable::copy_(copy, tensor);
+  return copy;
+}
+
+// Of both tables, which must be given together.
+void check_tables(ArgumentCheck const& check, Tensor const& x, std::optional<Tensor> const& cos,
+                  std::optional<Tensor> const& sin) {
+  check(cos.has_value() == sin.has_value(), "sin", "be given with cos, and only then",
+        sin.has_value() ? "sin alone" : "cos alone");
+  if (!cos.has_value()) {
+    return;
+  }
+  ScalarType const type = cos->scalar_type();
+  check(type == ScalarType::Float || type == x.scalar_type(), "cos", "be float32 or have x's dtype",
+        "scalar type " + std::to_string(static_cast<int>(type)));
+  check_tensor(check, "cos", *cos, "x", x.get_device(), type);
+  check(cos->dim() == 2 && cos->size(0) >= x.size(1), "cos",
+        "have the shape (at least " + std::to_string(x.size(1)) + ", rotary_dim / 2)", shape_of(*cos));
+  int64_t const rotary_dim = 2 * cos->size(1);
+  check(rotary_dim >= 16 && rotary_dim <= x.size(3) && rotary_dim % 16 == 0, "cos",
+        "have a rotary_dim that is a multiple of 16 from 16 to x's head_dim " + std::to_string(x.size(3)),
+        std::to_string(rotary_dim));
+  check(sin->scalar_type() == type, "sin", "have cos's dtype",
+        "scalar type " + std::to_string(static_cast<int>(sin->scalar_type())));
+  check_tensor(check, "sin", *sin, "x", x.get_device(), type);
+  check_shape(check, "sin", *sin, {cos->size(0), cos->size(1)}, "have cos's shape " + shape_of(*cos));
+}
+
+void check_signs(ArgumentCheck const& check, Tensor const& x, Tensor const& signs) {
+  check_tensor(check, "signs", signs, "x", x.get_device(), ScalarType::Float);
+  check(signs.dim() == 1 && (signs.size(0) == 64 || signs.size(0) == 128 || signs.size(0) == 256) &&
+            signs.size(0) >= x.size(3),
+        "signs", "have 64, 128 or 256 entries, at least x's head_dim " + std::to_string(x.size(3)), shape_of(signs));
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<Tensor> const& signs,
+                                                std::optional<Tensor> const& cos, std::optional<Tensor> const& sin,
+                                                bool rotary_interleaved, bool smooth, int64_t block_size) {
+  ArgumentCheck const check{"quantize_fp8"};
+  Dtype const dtype = check_16_bits(check, "x", x);
+  check_tensor(check, "x", x, "x", x.get_device(), x.scalar_type());
+  check_input(check, "x", x);
+  int64_t const batch = x.size(0), seqlen = x.size(1), num_heads = x.size(2), head_dim = x.size(3);
+  check_head_dim(check, "x", head_dim);
+  check_tables(check, x, cos, sin);
+  if (signs.has_value()) {
+    check_signs(check, x, *signs);
+  }
+  check(block_size == 0 || block_size == kQuantizeBlock, "block_size", "be 0 or " + std::to_string(kQuantizeBlock),
+        std::to_string(block_size));
+  check_hopper(check, "x", x.get_device());
+  CurrentDevice const current_device(x.get_device());
+
+  int64_t const width = signs.has_value() ? signs->size(0) : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  int64_t const columns = signs.has_value() ? width : head_dim;
+  int64_t const num_blocks = block_size == 0 ? 1 : (seqlen + kQuantizeBlock - 1) / kQuantizeBlock;
+  Tensor x8 = torch::stable::new_empty(x, {batch, seqlen, num_heads, columns}, ScalarType::Float8_e4m3fn);
+  Tensor descale = torch::stable::new_empty(x, {batch, num_heads, num_blocks}, ScalarType::Float);
+  Tensor mean = smooth ? torch::stable::new_empty(x, {batch, num_heads, head_dim}, ScalarType::Float)
+                       : torch::stable::new_empty(x, {0}, ScalarType::Float);
+  if (x.numel() == 0) {  // of no rows the largest value is 0, and so is the mean
+    torch::stable::fill_(descale, 1);
+    torch::stable::fill_(mean, 0);
+    return {x8, descale, mean};
+  }
+
+  auto const scratch = [&](bool is_needed, int64_t per_head) {
+    int64_t const size = is_needed ? per_head : 0;
+    return torch::stable::new_empty(x, {batch, num_heads, size}, ScalarType::Float);
+  };
+  Tensor const column_sums = scratch(smooth, (seqlen + kQuantizeBlock - 1) / kQuantizeBlock * head_dim);
+  Tensor const amax = scratch(block_size == 0, 1);
+  auto const floats = [](Tensor const& tensor) {
+    return tensor.numel() == 0 ? nullptr : static_cast<float*>(tensor.data_ptr());
+  };
+  Tensor const x_aligned = for_tma(x);
+  auto const aligned_if_given = [](std::optional<Tensor> const& tensor) {
+    return tensor.has_value() ? std::optional(aligned(*tensor)) : std::nullopt;
+  };
+  auto const cos_aligned = aligned_if_given(cos), sin_aligned = aligned_if_given(sin),
+             signs_aligned = aligned_if_given(signs);
+  QuantizeParams const params{
+      .x = tensor_arg(x_aligned),
+      .rotary =
+          {
+              .cos = cos.has_value() ? cos_aligned->data_ptr() : nullptr,
+              .sin = sin.has_value() ? sin_aligned->data_ptr() : nullptr,
+              .is_float = cos.has_value() && cos->scalar_type() == ScalarType::Float,
+              .interleaved = rotary_interleaved,
+              .dim = cos.has_value() ? static_cast<int>(2 * cos->size(1)) : 0,
+          },
+      .mean = floats(mean),
+      .signs = signs.has_value() ? floats(*signs_aligned) : nullptr,
+      .x8 = x8.data_ptr(),
+      .descale = floats(descale),
+      .column_sums = floats(column_sums),
+      .amax = floats(amax),
+      .batch = static_cast<int>(batch),
+      .seqlen = static_cast<int>(seqlen),
+      .num_heads = static_cast<int>(num_heads),
+      .head_dim = static_cast<int>(head_dim),
+      .width = static_cast<int>(width),
+      .columns = static_cast<int>(columns),
+      .num_sms = device_properties(x.get_device()).num_sms,
+  };
+  (dtype == Dtype::kBFloat16 ? quantize_bf16 : quantize_fp16)(params, current_stream(x.get_device()));
+  return {x8, descale, mean};
+}
+
+}  // namespace
+}  // namespace fa3
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fa3, m) {
+  m.def(
+      "quantize_fp8(Tensor x, Tensor? signs, Tensor? cos, Tensor? sin, bool rotary_interleaved, bool smooth, "
+      "int block_size) -> (Tensor x8, Tensor descale, Tensor mean)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fa3, CUDA, m) { m.impl("quantize_fp8", TORCH_BOX(&fa3::quantize_fp8)); }
