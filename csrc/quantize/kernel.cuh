@@ -24,12 +24,21 @@ struct Scales {
   float factor;  // of a value that the transform left without its 1 / sqrt(width)
 };
 
-// x8 is the value times the factor, not over descale: both are within 2^-21 of each other, and the cast rounds to 2^-4,
-// so that only a value as near to a tie may come out as its neighbour. A descale so small that it has no reciprocal
-// is made larger; then the values do not reach 448.
+// a / b, rounded as by a full division nearly always: that may call a function, which costs registers. b is from 2^-126
+// to 2^126.
+CUTLASS_DEVICE float quotient(float a, float b) {
+  float const near = __fdividef(a, b);
+  return fmaf(fmaf(-near, b, a), __fdividef(1.f, b), near);
+}
+
+// x8 is the value times the factor, not over descale: the two are within 2^-22 of each other, and the cast rounds to
+// 2^-4, so that only a value as near to a tie may come out as its neighbour. A descale that has no reciprocal in
+// float32 is made larger; then the values do not reach 448.
 CUTLASS_DEVICE Scales scales(float amax, float norm) {
-  float const descale = amax == 0.f ? 1.f : fmaxf(amax * (norm * (1.f / kLargestE4m3)), FLT_MIN);
-  return {descale, __fdividef(norm, descale)};  // a full division may call a function, which costs registers
+  float const largest = fmaxf(amax * norm, kLargestE4m3 * FLT_MIN);
+  float const descale = quotient(largest, kLargestE4m3);
+  float const factor = norm * quotient(kLargestE4m3 / 256.f, largest / 256.f);  // 256: largest may be near 2^128
+  return {amax == 0.f ? 1.f : isinf(amax) ? amax : descale, isinf(amax) ? 0.f : factor};
 }
 
 // The largest absolute value, of those that are not NaN.

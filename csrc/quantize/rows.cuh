@@ -26,17 +26,18 @@ CUTLASS_DEVICE void prefetch(QuantizeParams const& params, float const* mean, bo
   constexpr int kChunks = Config::kRowBytes / 16;  // per row
   constexpr int kRowsPerPass = 32 / kChunks;
   ThreadRow<Config> const thread;
-  int const first_row = thread.first_row(tile);
   int const chunk = thread.lane_idx % kChunks;
+  int const first_row = thread.first_row(tile) + thread.lane_idx / kChunks;  // of the lane
+  auto const offset = [&](int pass) {
+    return swizzled_bytes<Config::kRowBytes>(pass + thread.lane_idx / kChunks, chunk * 16);
+  };
 
   auto const* x = static_cast<Element const*>(params.x.data) + tile.batch_idx * params.x.batch_stride +
-                  tile.head_idx * params.x.head_stride + chunk * 8;
+                  first_row * params.x.row_stride + tile.head_idx * params.x.head_stride + chunk * 8;
   CUTLASS_PRAGMA_UNROLL
   for (int pass = 0; pass < Config::kRowsPerWarp; pass += kRowsPerPass) {
-    int const row = pass + thread.lane_idx / kChunks;
-    copy_async(smem.x + swizzled_bytes<Config::kRowBytes>(row, chunk * 16),
-               x + int64_t(first_row + row) * params.x.row_stride,
-               first_row + row < params.seqlen && chunk * 8 < params.head_dim);
+    copy_async(smem.x + offset(pass), x, first_row + pass < params.seqlen && chunk * 8 < params.head_dim);
+    x += kRowsPerPass * params.x.row_stride;
   }
   if (mean != nullptr) {
     mean += int64_t(tile.head_batch) * params.head_dim;
@@ -53,13 +54,11 @@ CUTLASS_DEVICE void prefetch(QuantizeParams const& params, float const* mean, bo
     int const half = params.rotary.dim / 2;
 #pragma unroll 4
     for (int pass = 0; pass < Config::kRowsPerWarp; pass += kRowsPerPass) {
-      int const row = pass + thread.lane_idx / kChunks;
-      int const offset = swizzled_bytes<Config::kRowBytes>(row, chunk * 16);
-      int64_t const begin = int64_t(first_row + row) * half + chunk * 4;
-      bool const is_inside = first_row + row < params.seqlen;
+      int64_t const begin = int64_t(first_row + pass) * half + chunk * 4;
+      bool const is_inside = first_row + pass < params.seqlen;
       if (params.rotary.is_float) {
-        copy_async(smem.cosines + offset, static_cast<float const*>(params.rotary.cos) + begin, is_inside);
-        copy_async(smem.sines + offset, static_cast<float const*>(params.rotary.sin) + begin, is_inside);
+        copy_async(smem.cosines + offset(pass), static_cast<float const*>(params.rotary.cos) + begin, is_inside);
+        copy_async(smem.sines + offset(pass), static_cast<float const*>(params.rotary.sin) + begin, is_inside);
       } else {
         auto const converted = [&](void const* table) {
           uint2 const packed =
@@ -68,8 +67,8 @@ CUTLASS_DEVICE void prefetch(QuantizeParams const& params, float const* mean, bo
               reinterpret_cast<cutlass::Array<Element, 4> const&>(packed));
           return make_float4(values[0], values[1], values[2], values[3]);
         };
-        *reinterpret_cast<float4*>(smem.cosines + offset) = converted(params.rotary.cos);
-        *reinterpret_cast<float4*>(smem.sines + offset) = converted(params.rotary.sin);
+        *reinterpret_cast<float4*>(smem.cosines + offset(pass)) = converted(params.rotary.cos);
+        *reinterpret_cast<float4*>(smem.sines + offset(pass)) = converted(params.rotary.sin);
       }
     }
   }
