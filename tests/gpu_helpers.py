@@ -1,7 +1,8 @@
-"""What the GPU tests of the forward and of the backward share."""
+"""What the GPU tests share."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -42,6 +43,17 @@ def offset_by_one(x: torch.Tensor) -> torch.Tensor:
 def wider_by_four(x: torch.Tensor) -> torch.Tensor:
     """An aligned base, and strides of 8 bytes more than a multiple of 16."""
     return x.new_empty(*x.shape[:2], x.shape[2] * x.shape[3] + 4)[..., :-4].unflatten(2, x.shape[2:]).copy_(x)
+
+
+@contextlib.contextmanager
+def nan_in_new_memory():
+    """torch fills the memory of new tensors: NaN in floating-point numbers, the largest value in integers."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(9, device="cuda").isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def far_apart() -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -17,6 +16,7 @@ from gpu_helpers import (
     check_equal,
     far_apart,
     in_nan,
+    nan_in_new_memory,
     needs_memory,
     offset_by_one,
     packed,
@@ -274,17 +274,6 @@ def test_nan_around_the_inputs_changes_nothing(case):
     assert not fa3.explain(*surrounded[:3]).copies
     options = {"causal": case.causal, "deterministic": True}
     check_equal(backward(*surrounded, dlse, **options), backward(q, k, v, dout, dlse, **options))
-
-
-@contextlib.contextmanager
-def nan_in_new_memory():
-    """torch fills the memory of new tensors: NaN in floating-point numbers, the largest value in integers."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(9, device="cuda").isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 EMPTY = [c for c in CASES if math.prod(c.q_shape) * math.prod(c.kv_shape) == 0]

@@ -18,6 +18,7 @@ from fa3 import _library
 # C7519 (an arrive) are harmless in themselves; the SASS shows where a wait is one too many.
 BAD_MESSAGES = re.compile(r"\bC75(0[89]|1[0-6]|18|20)\b")
 ENTRY_REGISTERS = {2: 168, 3: 128}  # per thread, by consumer warpgroups: 64 K by all threads, rounded down to 8
+QUANTISERS = [(element, width) for element in ("bfloat16_t", "half_t") for width in (64, 128, 256)]
 KERNELS = [kernel["name"] for kernel in _library.build_report().get("kernels", [])]
 
 
@@ -73,9 +74,9 @@ def test_no_spills(name):
 
 
 def test_no_spills_in_the_helpers():
-    """The kernels that the backward runs before and after the main one."""
+    """The kernels that the backward runs before and after the main one, and the quantiser's."""
     rows = _library.build_report()["helper_kernels"]
-    assert len(rows) >= 2 * sum(name.startswith("bwd_") for name in KERNELS)
+    assert len(rows) >= 2 * sum(name.startswith("bwd_") for name in KERNELS) + len(QUANTISERS)
     for row in rows:
         assert (row["stack_bytes"], row["spill_stores_bytes"], row["spill_loads_bytes"]) == (0, 0, 0), row
 
@@ -307,3 +308,39 @@ def test_tma_moves_the_tiles_of_the_backward(name):
     assert count(sass(name), "UTMALDG.4D") >= 4 * slabs
     assert count(sass(name), "UTMASTG.4D") >= 2 * slabs
     assert count(sass(name), "UBLKCP") >= 2
+
+
+# --- SASS of the quantiser, which is part of every build
+
+
+def quantiser(function: str, element: str, width: int) -> str:
+    """The symbol of quantize_fp8_kernel or column_sums_kernel."""
+    wanted = re.compile(rf"{function}.*QuantizeConfig.*{element}ELi{width}E")
+    found = [row["symbol"] for row in _library.build_report()["helper_kernels"] if wanted.search(row["symbol"])]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(("element", "width"), QUANTISERS)
+def test_quantiser(element, width):
+    """Stages of the Hadamard transform that are shuffled, and wide accesses of memory in whole."""
+    names = [x.name for x in all_sass()[quantiser("quantize_fp8_kernel", element, width)]]
+    shuffled_stages = {64: 0, 128: 1, 256: 2}[width]
+    assert sum(name.startswith("SHFL") for name in names) == 64 * shuffled_stages
+    assert sum("SATFINITE.E4M3" in name for name in names) == 64 // 2
+    copies = [name for name in names if name.startswith("LDGSTS")]
+    assert len(copies) >= 2 * 8  # a tile's rows, before the loop and in it
+    assert all(".128" in name for name in copies)
+    stores = [name for name in names if name.startswith("STG")]
+    assert stores.count("STG.E.64") == 8
+    assert len(stores) <= 8 + 2  # descale
+
+
+@pytest.mark.parametrize(("element", "width"), QUANTISERS)
+def test_quantiser_fills_an_sm(element, width):
+    """512 threads per SM, as csrc/quantize/config.h has it, and no function called, which would cost registers."""
+    for function in ("quantize_fp8_kernel", "column_sums_kernel"):
+        symbol = quantiser(function, element, width)
+        row = next(row for row in _library.build_report()["helper_kernels"] if row["symbol"] == symbol)
+        assert row["registers"] <= 128
+        assert not any(x.name.startswith("CALL") for x in all_sass()[symbol])
