@@ -73,7 +73,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explana
     causal = causal and q.shape[1] > 1  # as flash_attn_func: a single query sees every key
     try:
         if q.dtype == E4M3:
-            return _explain_fp8(q)
+            op_of_path("fwd_fp8", q)  # raises where there is none
+            return _explain_portable_fp8(q) if choose_path(q.device) == "portable" else _explain_hopper(q, k, v, causal)
         if choose_path(q.device) == "portable":
             return _explain_portable(q, k, causal)
         check_kernel_dtype(q)
@@ -85,7 +86,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explana
 def _selected_rows(dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool) -> tuple[int, int]:
     """Rows of the kernel table that the library takes for a forward and its backward, each -1 if it has none."""
     library = ctypes.CDLL(str(_library.LIBRARY))
-    dtype_code = ctypes.c_int(dtype == torch.bfloat16)
+    dtype_code = ctypes.c_int({torch.float16: 0, torch.bfloat16: 1, E4M3: 2}[dtype])
     return (
         library.fa3_select_fwd_kernel(dtype_code, head_dim, seqlen_k, ctypes.c_bool(causal)),
         library.fa3_select_bwd_kernel(dtype_code, head_dim),
@@ -96,14 +97,9 @@ def _why_portable(q: Tensor) -> str:
     return 'the backend is "portable"' if current_backend() == "portable" else f"the tensors are on {q.device.type}"
 
 
-def _explain_fp8(q: Tensor) -> Explanation:
-    op_of_path("fwd_fp8", q)  # raises where there is none
-    backward = "FP8 is a forward without a backward"
-    if choose_path(q.device) == "hopper":
-        reasons = [f"{q.device} is {torch.cuda.get_device_name(q.device)}, and the FP8 kernels are loaded"]
-        return Explanation("hopper", "refused", [*reasons, backward])
+def _explain_portable_fp8(q: Tensor) -> Explanation:
     reasons = [_why_portable(q), f"the FP8 kernel's arithmetic is simulated in float32, by blocks of {FP8_BLOCK} keys"]
-    return Explanation("portable", "refused", [*reasons, backward])
+    return Explanation("portable", "refused", [*reasons, "FP8 is a forward without a backward"])
 
 
 def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
@@ -132,7 +128,9 @@ def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Explanatio
     reasons = [f"{q.device} is {torch.cuda.get_device_name(q.device)}, and the kernels are loaded"]
     if kernel["head_dim"] != head_dim:
         reasons.append(f"head_dim {head_dim} runs as {kernel['head_dim']}, the next size built; TMA fills with zeros")
-    if backward_kernel is None:
+    if q.dtype == E4M3:
+        reasons.append("FP8 is a forward without a backward")
+    elif backward_kernel is None:
         reasons.append(without_kernel.format("backward"))
     else:
         tile = f"{backward_kernel['tile_m']} queries x {backward_kernel['tile_n']} keys"

@@ -79,7 +79,7 @@ def needs_memory(gib: int) -> None:
 
 
 def run_sanitizer(tool: str, direction: str) -> None:
-    """Asserts that compute-sanitizer's tool finds nothing in sanitizer_case.py, "forward" or "backward"."""
+    """Asserts that compute-sanitizer's tool finds nothing in sanitizer_case.py, "forward", "backward" or "fp8"."""
     sanitizer = find_tool("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer was not found")

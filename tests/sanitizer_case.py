@@ -1,4 +1,4 @@
-"""A few small calls that reach every kernel, for compute-sanitizer: `sanitizer_case.py forward` or `backward`."""
+"""A few small calls that reach every kernel, for compute-sanitizer: `sanitizer_case.py forward` (`backward`, `fp8`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import sys
 
 import torch
-from tiles import BWD_HEAD_DIMS, FWD_TILES, UNLIMITED
+from tiles import BWD_HEAD_DIMS, FWD_FP8_TILES, FWD_TILES, UNLIMITED
 
 import fa3
 
@@ -42,6 +42,13 @@ def backward() -> None:
         check(*torch.autograd.grad(outputs, leaves, output_grads))
 
 
+def fp8() -> None:
+    """The quantiser and the FP8 forward."""
+    for tile, (seqlen_q, seqlen_k), causal in itertools.product(FWD_FP8_TILES.values(), SHAPES, (False, True)):
+        q, k, v = inputs(seqlen_q, seqlen_k, tile.head_dim)
+        check(*fa3.flash_attn_fp8_func(q, k, v, causal=causal, return_lse=True))
+
+
 if __name__ == "__main__":
-    {"forward": forward, "backward": backward}[sys.argv[1]]()
+    {"forward": forward, "backward": backward, "fp8": fp8}[sys.argv[1]]()
     print("all calls returned")

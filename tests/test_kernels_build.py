@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from cuda_tools import find_tool
-from tiles import BWD_TILES, FWD_TILES, BwdTile, FwdTile
+from tiles import BWD_TILES, FWD_FP8_TILES, FWD_TILES, BwdTile, FwdFp8Tile, FwdTile
 
 from fa3 import _library
 
@@ -35,11 +35,12 @@ def _built():
         missing(f"needs the compiled library: {_library.unavailable_reason()}")
 
 
-def each(prefix: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith(prefix)] or ["none"])
+def each(pattern: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [name for name in KERNELS if re.match(pattern, name)] or ["none"])
 
 
-each_kernel, each_forward, each_backward = each(""), each("fwd_"), each("bwd_")
+each_kernel, each_forward, each_backward = each(""), each("fwd_(bf|fp)16"), each("bwd_")
+each_fp8_forward = each("fwd_e4m3")
 
 
 def kernel(name: str) -> dict:
@@ -48,9 +49,11 @@ def kernel(name: str) -> dict:
     return row or missing(f"the library has no kernel {name!r}")
 
 
-def tile_of(name: str) -> FwdTile | BwdTile:
+def tile_of(name: str) -> FwdTile | FwdFp8Tile | BwdTile:
     """Its row of csrc/fwd/tiles.h or csrc/bwd/tiles.h: fwd_bf16_hdim128_long is made from kFwdHdim128Long."""
-    direction, _, tile = name.split("_", 2)
+    direction, dtype, tile = name.split("_", 2)
+    if dtype == "e4m3":
+        return FWD_FP8_TILES[tile]
     return {"fwd": FWD_TILES, "bwd": BWD_TILES}[direction][tile]
 
 
@@ -93,7 +96,8 @@ def test_tile_is_the_sources(name):
     row, tile = kernel(name), tile_of(name)
     assert (row["head_dim"], row["tile_m"], row["tile_n"]) == (tile.head_dim, tile.tile_m, tile.tile_n)
     if row["pass"] == "fwd":
-        assert (row["stages"], row["consumer_warpgroups"]) == (tile.stages_kv, tile.consumer_warpgroups)
+        stages = tile.stages_k if row["dtype"] == "e4m3" else tile.stages_kv
+        assert (row["stages"], row["consumer_warpgroups"]) == (stages, tile.consumer_warpgroups)
     else:
         assert row["stages"] == tile.stages_q
 
@@ -249,6 +253,49 @@ def test_tma_moves_the_tiles(name):
     stores = [x.name for x in sass(name) if re.match(r"ST[GL]?\b", x.name)]
     assert len(stores) <= 2 * copies_of_gemms(name)  # two rows of lse
     assert count(sass(name), "LDG") == 0
+
+
+# --- SASS of the FP8 forward
+
+
+def groups_of_qgmmas(code: list[Instruction]) -> list[list[str]]:
+    """The FP8 products, group by group; asserts that there is no wait inside of one."""
+    groups, inside = [], False
+    for x in code:
+        if x.name.startswith("QGMMA"):
+            if not inside:
+                groups.append([])
+            groups[-1].append(x.name)
+            inside = "gsb0" not in x.text  # the last of a group signals it
+        else:
+            assert not (inside and x.name.startswith("WARPGROUP.DEPBAR")), f"wait at {x.address:#x} inside a group"
+    return groups
+
+
+@each_fp8_forward
+def test_both_products_are_fp8(name):
+    """Q K^T over head_dim and P V over the keys, 32 at a time, and nothing in 16 bits."""
+    tile, code = tile_of(name), sass(name)
+    qk = [f"QGMMA.64x{tile.tile_n}x32.F32.E4M3.E4M3"] * (tile.head_dim // 32)
+    pv = [f"QGMMA.64x{tile.pv_columns}x32.F32.E4M3.E4M3"] * (tile.tile_n // 32)
+    groups = groups_of_qgmmas(code)
+    assert all(group in (qk, pv) for group in groups)
+    parts = tile.head_dim // tile.pv_columns
+    # S of the first block and of the others; P V in its parts, or with the next S and of the last block.
+    copies_of_pv = 2 if tile.overlaps else parts
+    assert len(groups) == 2 + copies_of_pv
+    assert count(code, "HGMMA") == 0
+
+
+@each_fp8_forward
+def test_v_is_transposed_in_shared_memory(name):
+    """By ldmatrix.trans, byte permutations and stmatrix, 32 keys of 16 channels at a time."""
+    loads = [x for x in sass(name) if x.name.startswith("LDSM.16.MT88.4")]
+    assert len(loads) == tile_of(name).tile_n // 32
+    loop = innermost_loop(sass(name), loads[0])
+    assert all(x in loop for x in loads)
+    assert count(loop, "STSM.16.M88.4") == len(loads)
+    assert count(loop, "PRMT") >= 4 * len(loads)
 
 
 # --- SASS of the backward

@@ -38,6 +38,29 @@ class FwdTile:
 
 
 @dataclass(frozen=True)
+class FwdFp8Tile:
+    """The struct of the same name, and the name as above."""
+
+    name: str
+    consumer_warpgroups: int
+    stages_k: int
+    stages_v: int
+    stages_vt: int
+    out_slabs: int
+    pv_columns: int
+    overlaps: bool
+    tile_n: int = 128  # kFp8BlockRows
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.name.removeprefix("hdim"))
+
+    @property
+    def tile_m(self) -> int:
+        return self.consumer_warpgroups * ROWS_PER_WARPGROUP
+
+
+@dataclass(frozen=True)
 class BwdTile:
     """The struct of the same name, and the name as above."""
 
@@ -60,7 +83,8 @@ def _read(struct: str) -> dict[str, list[int | bool]]:
     """Values of the constants of this type, by the name of what is built: kFwdHdim64Short is hdim64_short."""
     source = (CSRC / struct[:3].lower() / "tiles.h").read_text()
     tiles = {}
-    for variable, values in re.findall(rf"^constexpr {struct} k{struct[:3]}(\w+)\{{(.*)\}};", source, re.MULTILINE):
+    constant = rf"^constexpr {struct} k{struct.removesuffix('Tile')}(\w+)\{{(.*)\}};"
+    for variable, values in re.findall(constant, source, re.MULTILINE):
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", variable).lower()
         words = [value.strip() for value in values.split(",")]
         tiles[name] = [word == "true" if word in ("true", "false") else int(word) for word in words]
@@ -70,6 +94,7 @@ def _read(struct: str) -> dict[str, list[int | bool]]:
 # By name, in the order of the file: a head_dim's kernel for short sequences comes before the one for long.
 FWD_TILES = {name: FwdTile(name, *values) for name, values in _read("FwdTile").items()}
 HEAD_DIMS = tuple(dict.fromkeys(tile.head_dim for tile in FWD_TILES.values()))
+FWD_FP8_TILES = {name: FwdFp8Tile(name, *values) for name, values in _read("FwdFp8Tile").items()}
 BWD_TILES = {name: BwdTile(name, *values) for name, values in _read("BwdTile").items()}
 BWD_HEAD_DIMS = tuple(tile.head_dim for tile in BWD_TILES.values())
 
