@@ -17,6 +17,8 @@ from benchmarks.timing import Timing
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "fa3"
 OURS_DETERMINISTIC = "fa3-deterministic"
+OURS_BF16, OURS_FROM_BF16 = "fa3-bf16", "fa3-from-bf16"  # beside FP8
+ALL_OURS = (OURS, OURS_DETERMINISTIC, OURS_BF16, OURS_FROM_BF16)  # no peers
 
 
 def measured_commit() -> str:
@@ -73,7 +75,7 @@ def spread(timings: dict[str, Timing]) -> dict:
 
 def ratio(row: dict) -> float | None:
     """Our speed over that of the best peer of the row; None without us or without peers."""
-    peers = [ms for name, ms in row["ms"].items() if name not in (OURS, OURS_DETERMINISTIC)]
+    peers = [ms for name, ms in row["ms"].items() if name not in ALL_OURS]
     return min(peers) / row["ms"][OURS] if OURS in row["ms"] and peers else None
 
 

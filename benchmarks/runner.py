@@ -13,7 +13,7 @@ import torch
 from benchmarks import cases, report, timing
 from benchmarks.cases import Case
 from benchmarks.providers import LOADERS, Provider, load_providers
-from benchmarks.report import OURS, OURS_DETERMINISTIC
+from benchmarks.report import ALL_OURS, OURS
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -129,7 +129,7 @@ class Problems:
         self.reported |= problems.items()
 
     def are_ours(self) -> bool:
-        return any(name in (OURS, OURS_DETERMINISTIC) for name, _ in self.reported)
+        return any(name in ALL_OURS for name, _ in self.reported)
 
 
 def pass_call(pass_name: str, provider: Provider, q, k, v, dout, causal: bool) -> Callable[[], Tensors]:
