@@ -117,11 +117,10 @@ def hazards(output: str) -> list[tuple[str, str]]:
 
 
 def is_ordered_by_its_warp(first: str, second: str) -> bool:
-    """Whether a barrier is between the two at which one lane arrives after a __syncwarp, which racecheck does not see:
-    the backward's lse and D, which TMA brings and all lanes read, and P, which one warpgroup sends to the other.
-    docs/design/backward.md has the count that shows it.
+    """Whether a barrier is between the two at which one lane arrives after a __syncwarp, which racecheck does not see.
+
+    So are what TMA brings and all lanes read (the backward's lse and D, the FP8 forward's V), and P, which one warpgroup
+    of the backward sends to the other. docs/design/backward.md has the count that shows it.
     """
-    return "cute::SM90_BULK_COPY_G2S::copy" in (first, second) or {first, second} == {
-        "fa3::load_halves",
-        "fa3::store_halves",
-    }
+    written_by_tma = {"cute::SM90_BULK_COPY_G2S::copy", "cute::SM90_TMA_LOAD_4D::copy"}
+    return bool({first, second} & written_by_tma) or {first, second} == {"fa3::load_halves", "fa3::store_halves"}

@@ -184,9 +184,7 @@ def test_empty(sizes):
 def test_wrong_scales_are_refused_by_the_op():
     tensors, scales = gpu_inputs(Fp8Case())
     wrong = scales | {"k_descale": scales["k_descale"][:, :1]}
-    with pytest.raises(
-        RuntimeError, match=r"fwd_fp8: k_descale must have the shape \(2, 2, 2 or 1\), got \(2, 1, 2\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"fwd_fp8: k_descale must have the shape \(2, 2, 2 or 1\), got \(2, 1, 2\)"):
         ops.fwd_fp8(*tensors, *wrong.values(), 1.0, False, False)
 
 
@@ -210,7 +208,7 @@ def test_from_16_bits(head_dim, dtype):
     exact = fa3.flash_attn_func(q, k, v, causal=True)
     assert out.dtype == dtype
     assert out.shape == exact.shape
-    assert rms(out - simulated) <= 0.01 * rms(exact)
+    assert rms(out - simulated) <= 0.02 * rms(exact)
     assert rms(out - exact) <= 0.06 * rms(exact)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     dout = torch.randn_like(q)
