@@ -59,7 +59,10 @@ bench: build
 	$(PYTHON) -m benchmarks.bench_forward
 	$(PYTHON) -m benchmarks.bench_backward
 	$(PYTHON) -m benchmarks.bench_training
-	$(PYTHON) -m benchmarks.plot benchmarks/results/*/{forward,backward,training}.json
+	$(PYTHON) -m benchmarks.bench_fp8
+	$(PYTHON) -m benchmarks.bench_quantize
+	$(PYTHON) -m benchmarks.fp8_accuracy
+	$(PYTHON) -m benchmarks.plot benchmarks/results/*/{forward,backward,training,fp8}.json
 
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .

@@ -23,7 +23,9 @@ def argument_parser(description: str, name: str, providers: Sequence[str], round
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--budget-ms", type=float, default=timing.DEFAULT_BUDGET_MS, help="per provider and round")
-    parser.add_argument("--providers", nargs="+", choices=LOADERS, default=list(providers))
+    if len(providers) > 1:
+        parser.add_argument("--providers", nargs="+", choices=LOADERS, default=list(providers))
+    parser.set_defaults(providers=list(providers))
     add_results_arguments(parser, name)
     return parser
 

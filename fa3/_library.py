@@ -20,7 +20,10 @@ _load_error: str | None = None
 
 @functools.cache
 def load() -> None:
-    """Loads fa3/_C.abi3.so if it is there: the ops fa3::fwd and fa3::bwd. Never raises: see `unavailable_reason`."""
+    """Loads fa3/_C.abi3.so if it is there: the ops fa3::fwd, fa3::bwd and fa3::quantize_fp8.
+
+    Never raises: see `unavailable_reason`.
+    """
     global _loaded, _load_error
     if not LIBRARY.exists():
         return

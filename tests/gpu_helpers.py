@@ -79,7 +79,7 @@ def needs_memory(gib: int) -> None:
 
 
 def run_sanitizer(tool: str, direction: str) -> None:
-    """Asserts that compute-sanitizer's tool finds nothing in sanitizer_case.py, "forward", "backward" or "fp8"."""
+    """Asserts that compute-sanitizer's tool finds nothing in this function of sanitizer_case.py."""
     sanitizer = find_tool("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer was not found")
@@ -119,8 +119,8 @@ def hazards(output: str) -> list[tuple[str, str]]:
 def is_ordered_by_its_warp(first: str, second: str) -> bool:
     """Whether a barrier is between the two at which one lane arrives after a __syncwarp, which racecheck does not see.
 
-    So are what TMA brings and all lanes read (the backward's lse and D, the FP8 forward's V), and P, which one warpgroup
-    of the backward sends to the other. docs/design/backward.md has the count that shows it.
+    What TMA brings and all lanes read (the backward's lse and D, the FP8 forward's V), and P, which one warpgroup of
+    the backward sends to the other. docs/design/backward.md has the count that shows it.
     """
     written_by_tma = {"cute::SM90_BULK_COPY_G2S::copy", "cute::SM90_TMA_LOAD_4D::copy"}
     return bool({first, second} & written_by_tma) or {first, second} == {"fa3::load_halves", "fa3::store_halves"}

@@ -1,4 +1,4 @@
-"""A few small calls that reach every kernel, for compute-sanitizer: `sanitizer_case.py forward` (`backward`, `fp8`)."""
+"""A few small calls that reach every kernel, for compute-sanitizer: `sanitizer_case.py forward`, and so on."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def fp8() -> None:
         check(*fa3.flash_attn_fp8_func(q, k, v, causal=causal, return_lse=True))
 
 
+def quantize() -> None:
+    """Rotary halves of all columns and of some, and interleaved; tables of both types; with and without the rest."""
+    modes = ((False, 128), (True, 128), (True, 0))  # smooth, block_size
+    for width, seqlen, interleaved, (smooth, block_size) in itertools.product(
+        (64, 128, 256), (130, 1), (False, True), modes
+    ):
+        for rotary_dim in (0, width // 2, width):
+            x = torch.randn(2, seqlen, 3, width).bfloat16().cuda()
+            cos, sin = torch.randn(2, seqlen, rotary_dim // 2).cuda() if rotary_dim else (None, None)
+            if rotary_dim == width // 2:
+                cos, sin = cos.bfloat16(), sin.bfloat16()
+            signs = torch.ones(width).cuda() if smooth else None
+            x8, descale, mean = torch.ops.fa3.quantize_fp8(x, signs, cos, sin, interleaved, smooth, block_size)
+            check(x8.cpu().float(), descale, mean)
+
+
 if __name__ == "__main__":
-    {"forward": forward, "backward": backward, "fp8": fp8}[sys.argv[1]]()
+    {"forward": forward, "backward": backward, "fp8": fp8, "quantize": quantize}[sys.argv[1]]()
     print("all calls returned")

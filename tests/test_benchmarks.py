@@ -11,7 +11,18 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import bench_backward, bench_forward, bench_training, cases, fp8_accuracy, plot, report, runner, timing
+from benchmarks import (
+    bench_backward,
+    bench_forward,
+    bench_quantize,
+    bench_training,
+    cases,
+    fp8_accuracy,
+    plot,
+    report,
+    runner,
+    timing,
+)
 from benchmarks.bench_training import Layer
 from benchmarks.cases import Case
 from benchmarks.providers import LOADERS, Provider, load_providers
@@ -412,3 +423,42 @@ def test_plot(tmp_path, passes, names):
     for png in pngs:
         assert png.read_bytes().startswith(b"\x89PNG")
         assert png.stat().st_size > 20_000
+
+
+def quantize_by_blocks(**arguments):
+    """What the op computes."""
+    y = bench_quantize.transformed(**arguments)
+    rows = arguments["block_size"] or y.shape[1]
+    descale = torch.stack([block.abs().amax((1, 3)) / 448 for block in y.split(rows, dim=1)], dim=2)
+    of_rows = descale.repeat_interleave(rows, dim=2)[:, :, : y.shape[1]].transpose(1, 2)
+    return (y / of_rows[..., None]).to(torch.float8_e4m3fn), descale.float(), None
+
+
+@pytest.fixture
+def quantize_without_gpu(without_gpu, monkeypatch):
+    monkeypatch.setattr(bench_quantize, "CASES", [bench_quantize.Case(2, 200, 256, d) for d in (64, 128)])
+    monkeypatch.setattr(bench_quantize, "checked_variants", partial(bench_quantize.checked_variants, device="cpu"))
+    monkeypatch.setattr(bench_quantize, "quantize", quantize_by_blocks)
+
+
+def test_quantize_benchmark_from_start_to_end(quantize_without_gpu, tmp_path):
+    path = tmp_path / "fp8_quantize.json"
+    assert bench_quantize.main(["--commit", "abc", "--json", str(path), "--head-dims", "128"]) == 0
+    (measured,) = json.loads(path.read_text())["rows"]
+    fields = ["pass", "dtype", "batch", "seqlen", "hidden", "head_dim", "heads"]
+    assert list(measured) == [*fields, "ms", "gbps", "share_of_copy", "ms_p20", "ms_p80"]
+    assert list(measured["ms"]) == [*bench_quantize.VARIANTS, "copy"]
+
+
+def test_quantize_benchmark_finds_a_wrong_result(quantize_without_gpu, monkeypatch, tmp_path, capsys):
+    def wrong(**arguments):
+        x8, descale, mean = quantize_by_blocks(**arguments)
+        return x8.view(torch.uint8).roll(int(arguments["smooth"]), dims=1).view(x8.dtype), descale, mean
+
+    monkeypatch.setattr(bench_quantize, "quantize", wrong)
+    path = tmp_path / "fp8_quantize.json"
+    assert bench_quantize.main(["--commit", "abc", "--json", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "+smooth is WRONG" in output
+    assert output.count("WRONG") == 2  # once per case
+    assert not path.exists()

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from cases import HALF_DTYPES
-from gpu_helpers import FAR, in_nan, nan_in_new_memory, needs_memory, offset_by_one, packed, wider_by_four
+from gpu_helpers import (
+    FAR,
+    in_nan,
+    nan_in_new_memory,
+    needs_memory,
+    offset_by_one,
+    packed,
+    run_sanitizer,
+    wider_by_four,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -472,6 +481,11 @@ def test_no_call_waits_for_the_gpu():
             quantize(**each)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer(tool):
+    run_sanitizer(tool, "quantize")
 
 
 # --- checks
