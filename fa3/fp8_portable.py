@@ -87,8 +87,8 @@ def quantize(
     whole_blocks = (0, 0, 0, 0, 0, num_scales(seqlen, block_size) * rows - seqlen)  # zeros after the last row
     blocks = F.pad(values, whole_blocks).unflatten(1, (-1, rows))  # (b, num_blocks, rows, h, n)
     amax = blocks.abs().nan_to_num(0.0, posinf=math.inf).amax((2, 4), keepdim=True)
-    descale = amax / E4M3_MAX
-    descale = torch.where(descale > 0, descale, 1.0)
+    # At least the smallest normal float32, so that its reciprocal, with which the kernel multiplies, is finite.
+    descale = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny), 1.0)
     x8 = (blocks / descale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1, 2)[:, :seqlen]
     # clone and not contiguous(), which leaves odd strides on dimensions of size 1.
     x8, descale = (y.clone(memory_format=torch.contiguous_format) for y in (x8, descale[:, :, 0, :, 0].transpose(1, 2)))

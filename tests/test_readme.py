@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "benchmarks/README.md", "docs/design/forward.md", "docs/design/backward.md"]
+DOCUMENTS = ["README.md", "benchmarks/README.md", *(f"docs/design/{x}.md" for x in ("forward", "backward", "fp8"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
