@@ -411,12 +411,12 @@ def test_zeros_nan_and_infinity():
     assert torch.equal(x8[:, 384:].float(), expected[:, 384:].float())
 
 
-@pytest.mark.parametrize("value", [1e-44, 9e-43])
-def test_tiny_values(value):
-    """The scale of a block may not become 0; one that is rounded down makes values saturate."""
+@pytest.mark.parametrize(("value", "rounded"), [(1e-44, 0.0), (9e-43, 0.0), (2.0**-124, 4.0)])
+def test_tiny_values(value, rounded):
+    """The scale of a block is at least the smallest normal float32, whose reciprocal is finite."""
     x8, descale, _ = quantise(torch.full((1, 1, 1, 16), value))
-    assert descale.item() > 0
-    assert (x8.float() == (0.0 if value == 1e-44 else 448.0)).all()
+    assert descale.item() == 2.0**-126
+    assert (x8.float() == rounded).all()
 
 
 def sylvester(size: int) -> torch.Tensor:
