@@ -54,7 +54,7 @@ demo: $(if $(HOPPER),build,$(ENVIRONMENT))
 	PYTHONPATH=$(CURDIR) $(PYTHON) examples/train_gpt.py
 
 bench: build
-	$(PYTHON) -c "import fa3_fwd_interface, flash_attn.cute, matplotlib" || \
+	$(PYTHON) -c "import fa3_fwd_interface, flash_attn.cute, matplotlib, tokenizers" || \
 	  $(PIP) install --no-build-isolation --editable ".[bench]"
 	$(PYTHON) -m benchmarks.bench_forward
 	$(PYTHON) -m benchmarks.bench_backward
@@ -62,6 +62,7 @@ bench: build
 	$(PYTHON) -m benchmarks.bench_fp8
 	$(PYTHON) -m benchmarks.bench_quantize
 	$(PYTHON) -m benchmarks.fp8_accuracy
+	$(PYTHON) -m benchmarks.fp8_activations
 	$(PYTHON) -m benchmarks.plot benchmarks/results/*/{forward,backward,training,fp8}.json
 
 lint: $(ENVIRONMENT)
