@@ -5,8 +5,10 @@
 // accumulation, as DeepSeek-V3, arXiv 2412.19437, section 3.3.2, has it for GEMMs); that is where V's scale goes.
 // The scales of Q and K go into the exponent's scale, one FMA per score as before.
 //
-// Config::kOverlaps, per step: issue S (this block) and P V (block before), wait S, mask, softmax, wait P V, add it
-// else, per step: S, softmax, P V in parts, each in the registers where S was; the other warpgroups fill the gaps
+// Config::kOverlaps, per step: wait its turn, issue S (this block) and P V (block before), pass the turn, wait S, mask,
+//                              maximum, wait P V, add it to O, exponentials
+// else, per step:              wait its turn, P V (block before) in parts, in the registers where S was, each added to
+//                              O, issue S, pass the turn, wait S, mask, maximum, exponentials
 #pragma once
 
 #include "common/block_range.h"
@@ -18,20 +20,6 @@
 #include "fwd/fp8_softmax.cuh"
 
 namespace fa3 {
-
-// Casts P to e4m3, in the order of an A operand over the permuted keys (fwd/fp8_layout.h).
-template <class Accumulator, class Operand>
-CUTLASS_DEVICE void convert_to_fp8(Accumulator const& from, Operand& to) {
-  auto* registers = reinterpret_cast<uint32_t*>(to.data());
-  using Convert = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>;
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < decltype(cute::size(to))::value / 4; ++i) {
-    int const first = first_accumulator_register(i);
-    auto const bytes =
-        Convert::convert(cutlass::Array<float, 4>{from(first), from(first + 1), from(first + 4), from(first + 5)});
-    registers[i] = reinterpret_cast<uint32_t const&>(bytes);
-  }
-}
 
 // Where the scales of a head begin, and the scale of one of its blocks. (The host checks that 32 bits are enough.)
 CUTLASS_DEVICE int scales_offset(BlockScales const& scales, int batch_idx, int head_idx) {
@@ -65,7 +53,8 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   Tensor tSrQ = mma_qk.get_slice(0).partition_fragment_A(sQ);
   Tensor tSrK = mma_qk.get_slice(0).partition_fragment_B(sK);
   Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, typename Config::TileN>{});
-  Tensor tOrPV = partition_fragment_C(mma_pv, Shape<_64, typename Config::PvColumns>{});
+  using FragmentPV = decltype(partition_fragment_C(mma_pv, Shape<_64, typename Config::PvColumns>{}));
+  FragmentPV tOrPV[Config::kPvBuffers];
   Tensor tOrO = make_tensor<float>(Layout<Shape<Shape<_2, _2, Int<Config::kHeadDim / 8>>, _1, _1>>{});
   Tensor tOrP = make_tensor<Element>(Shape<Shape<_4, _2, _2>, _1, Int<Config::kTileN / 32>>{});
 
@@ -98,14 +87,13 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   auto const issue_qk = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     gemm(mma_qk, tSrQ(_, _, _, q_state.stage), tSrK(_, _, _, k_state.stage), tSrS, /*accumulate=*/false);
   };
-  auto const issue_pv = [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+  auto const issue_pv = [&](auto part, FragmentPV& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
     Tensor tOrV = mma_pv.get_slice(0).partition_fragment_B(
         local_tile(sVt, Shape<typename Config::PvColumns, typename Config::TileN, Int<Config::kStagesVt>>{},
                    make_coord(part, _0{}, _0{})));
     gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
   };
-  // P of the block whose S is there; O of the blocks before is made to fit its maximum.
-  auto const mask_and_softmax = [&](int n_block, float qk_scale_log2) CUTLASS_LAMBDA_FUNC_INLINE {
+  auto const mask_and_update_max = [&](int n_block, float qk_scale_log2) CUTLASS_LAMBDA_FUNC_INLINE {
     if (n_block >= unmasked_end) {
       int limit[kRowsPerThread];
       CUTLASS_PRAGMA_UNROLL
@@ -115,8 +103,9 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
       }
       mask_columns(tSrS, limit);
     }
-    softmax.update(tSrS, qk_scale_log2, correction);
+    softmax.update_max(tSrS, qk_scale_log2, correction);
   };
+  // Makes O of the blocks before fit the maximum of the block whose P V is under way.
   auto const rescale_o = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     // Most blocks of a long sequence raise no row's maximum.
     if (__any_sync(0xffffffff, correction[0] != 1.f || correction[1] != 1.f)) {
@@ -174,34 +163,49 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
       __syncwarp();
       release_v();
     }
-    mask_and_softmax(n_block, scale);
-    convert_to_fp8(tSrS, tOrP);
+    mask_and_update_max(n_block, scale);
+    correction[0] = correction[1] = 1.f;  // O is empty
+    softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
 
     if constexpr (!Config::kOverlaps) {
+      // One loop, left in the middle: with the last P V after it, ptxas spills.
       while (true) {
+        Schedule::wait_turn(warpgroup_idx);
         pipeline_v.wait(v_state);
-        for_each(make_int_sequence<Config::kPvParts>{}, [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
-          issue_pv(part);
-          warpgroup_wait<0>();
-          if constexpr (part == Config::kPvParts - 1) {
-            release_v();
+        // Part p is added to O when kPvBuffers - 1 more are under way.
+        constexpr int kParts = Config::kPvParts, kAhead = Config::kPvBuffers - 1;
+        for_each(make_int_sequence<kParts + kAhead>{}, [&](auto step) CUTLASS_LAMBDA_FUNC_INLINE {
+          if constexpr (step < kParts) {
+            issue_pv(step, tOrPV[step % Config::kPvBuffers]);
           }
-          add_scaled(tOrO, part * size(tOrPV), tOrPV, v_scale);
+          if constexpr (step == 0) {
+            rescale_o();
+          }
+          constexpr int part = step - kAhead;
+          if constexpr (part >= 0) {
+            warpgroup_wait<cute::min(kAhead, kParts - 1 - part)>();
+            if constexpr (part == kParts - 1) {
+              release_v();
+            }
+            auto const& pv = tOrPV[part % Config::kPvBuffers];
+            add_scaled(tOrO, part * size(pv), pv, v_scale);
+          }
         });
         if (n_block == 0) {
           break;
         }
         --n_block;
-        scale = qk_scale_log2(n_block);
-        v_scale = v_scale_of(n_block);
         pipeline_k.wait(k_state);
         issue_qk();
+        Schedule::pass_turn(warpgroup_idx);
+        scale = qk_scale_log2(n_block);
+        v_scale = v_scale_of(n_block);
         warpgroup_wait<0>();
         release_k();
-        mask_and_softmax(n_block, scale);
-        rescale_o();
-        convert_to_fp8(tSrS, tOrP);
+        mask_and_update_max(n_block, scale);
+        softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
       }
+      Schedule::pass_turn(warpgroup_idx);
       pipeline_q.release(q_state);
     } else {
       for (--n_block; n_block >= 0; --n_block) {
@@ -211,26 +215,27 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
         Schedule::wait_turn(warpgroup_idx);
         issue_qk();
         pipeline_v.wait(v_state);
-        issue_pv(_0{});
+        issue_pv(_0{}, tOrPV[0]);
         Schedule::pass_turn(warpgroup_idx);
+        rescale_o();
         warpgroup_wait<1>();
         release_k();
-        mask_and_softmax(n_block, scale);
+        mask_and_update_max(n_block, scale);
         warpgroup_wait<0>();
         release_v();
-        add_scaled(tOrO, 0, tOrPV, v_scale);
-        rescale_o();
-        convert_to_fp8(tSrS, tOrP);
+        add_scaled(tOrO, 0, tOrPV[0], v_scale);
+        softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
         v_scale = next_v_scale;
       }
       pipeline_q.release(q_state);
       pipeline_v.wait(v_state);
       Schedule::wait_turn(warpgroup_idx);
-      issue_pv(_0{});
+      issue_pv(_0{}, tOrPV[0]);
       Schedule::pass_turn(warpgroup_idx);
+      rescale_o();
       warpgroup_wait<0>();
       release_v();
-      add_scaled(tOrO, 0, tOrPV, v_scale);
+      add_scaled(tOrO, 0, tOrPV[0], v_scale);
     }
     q_state.advance();
     store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);

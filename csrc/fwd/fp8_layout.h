@@ -25,11 +25,12 @@ constexpr int kTransposedKeys = 32;  // that one ldmatrix and one stmatrix move,
 constexpr int kTransposedChannels = 16;
 
 // V in slabs [tile_n keys][kSlabBytes]: the 16 bytes whose address lane `lane` gives ldmatrix, of the keys from `key`
-// (a multiple of 32) and the channels from `channel` (of 16). Matrix lane / 8 has 8 keys.
+// (a multiple of 32) and the channels from `channel` (of 16). Matrix lane / 8 has 8 keys. A channel's chunk of 16 bytes
+// is exclusive-ored with the row's swizzle, so that one register per lane is all that a loop must keep.
 template <int kSlabBytes>
 FA3_HOST_DEVICE int v_load_offset(int lane, int key, int channel, int tile_n) {
-  int const slab = channel / kSlabBytes, chunk = channel % kSlabBytes / 16;
-  return (slab * tile_n + key + lane) * kSlabBytes + swizzled_chunk<kSlabBytes>(lane, chunk) * 16;
+  int const swizzle = swizzled_chunk<kSlabBytes>(lane, 0) * 16;
+  return ((lane * kSlabBytes + swizzle) ^ channel % kSlabBytes) + (channel / kSlabBytes * tile_n + key) * kSlabBytes;
 }
 
 // For __byte_perm of r0 and r1, or of r2 and r3: the bytes of one of the lane's channels, and then of the other. The
@@ -40,8 +41,8 @@ FA3_HOST_DEVICE int channel_bytes(int lane, int which) { return (lane / 16 ^ whi
 // are keys 0 to 15 of eight channels, of the other eight, keys 16 to 31 of the first eight, of the others.
 FA3_HOST_DEVICE int vt_store_offset(int lane, int key, int channel) {
   int const matrix = lane / 8, quad = lane % 8;
-  int const line = channel + 2 * quad + (matrix % 2 ^ quad / 4);
-  return line * 128 + swizzled_chunk<128>(line, key / 16 + matrix / 2) * 16;
+  int const line = 2 * quad + (matrix % 2 ^ quad / 4);  // of 16
+  return ((channel + line) * 128 + swizzled_chunk<128>(line, matrix / 2) * 16) ^ key;
 }
 
 // P as an operand: the first of the accumulator's registers that register i is made of, with those 1, 4 and 5 after it.

@@ -1,7 +1,10 @@
 // Online softmax for FP8: a scale of its own for every tile of scores, and P scaled up into the range of e4m3.
 #pragma once
 
+#include <cutlass/numeric_conversion.h>
+
 #include "common/softmax.cuh"
+#include "fwd/fp8_layout.h"
 
 namespace fa3 {
 
@@ -23,33 +26,60 @@ struct ScaledSoftmax {
     }
   }
 
-  // As OnlineSoftmax::update, for raw scores that `scale_log2` > 0 turns into exponents of 2.
+  // As OnlineSoftmax::update, in two steps, for raw scores that `scale_log2` > 0 turns into exponents of 2. First the
+  // maximum, and `correction` of what there is of earlier tiles.
   template <class Scores>
-  CUTLASS_DEVICE void update(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
+  CUTLASS_DEVICE void update_max(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
     auto s = rows_and_columns(scores);
-    constexpr int kNumColumns = decltype(cute::size<1>(s))::value;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
       float max_even = s(i, 0), max_odd = s(i, 1);
       CUTLASS_PRAGMA_UNROLL
-      for (int c = 2; c < kNumColumns; c += 2) {
+      for (int c = 2; c < decltype(cute::size<1>(s))::value; c += 2) {
         max_even = fmaxf(max_even, s(i, c));
         max_odd = fmaxf(max_odd, s(i, c + 1));
       }
       float const new_max = fmaxf(row_max[i], quad_reduce(fmaxf(max_even, max_odd), Max{}) * scale_log2);
-      // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - max from being NaN.
-      float const subtract = new_max == -INFINITY ? 0.f : new_max;
-      correction[i] = exp2_approx(row_max[i] - subtract);
+      correction[i] = exp2_approx(row_max[i] - finite_max(new_max));
       row_max[i] = new_max;
-      float sum_even = row_sum[i] * correction[i], sum_odd = 0.f;
+      row_sum[i] *= correction[i];
+    }
+  }
+
+  // Then P, in e4m3, as an A operand over the permuted keys (fwd/fp8_layout.h). The casts and sums of some scores lie
+  // between the exponentials of others, which take 8 cycles each, as long as no branch parts them.
+  template <int kRowsAtOnce, class Scores, class Operand>
+  CUTLASS_DEVICE void exponentiate(Scores& scores, float scale_log2, Operand& p) {
+    using Convert = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>;
+    constexpr int kRegisters = decltype(cute::size(p))::value / 4;
+    auto* registers = reinterpret_cast<uint32_t*>(p.data());
+    CUTLASS_PRAGMA_UNROLL
+    for (int first = 0; first < kRowsPerThread; first += kRowsAtOnce) {
+      float offset[kRowsAtOnce], sum_even[kRowsAtOnce], sum_odd[kRowsAtOnce];
       CUTLASS_PRAGMA_UNROLL
-      for (int c = 0; c < kNumColumns; c += 2) {
-        s(i, c) = exp2_approx(fmaf(s(i, c), scale_log2, kPScaleLog2 - subtract));
-        s(i, c + 1) = exp2_approx(fmaf(s(i, c + 1), scale_log2, kPScaleLog2 - subtract));
-        sum_even += s(i, c);
-        sum_odd += s(i, c + 1);
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        offset[i] = kPScaleLog2 - finite_max(row_max[first + i]);
+        sum_even[i] = row_sum[first + i];
+        sum_odd[i] = 0.f;
       }
-      row_sum[i] = sum_even + sum_odd;
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = first; r < kRegisters; r += kRowsPerThread) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          auto const exponential = [&](int j) CUTLASS_LAMBDA_FUNC_INLINE {
+            return exp2_approx(fmaf(scores(first_accumulator_register(r + i) + j), scale_log2, offset[i]));
+          };
+          cutlass::Array<float, 4> const e{exponential(0), exponential(1), exponential(4), exponential(5)};
+          sum_even[i] = sum_even[i] + e[0] + e[2];
+          sum_odd[i] = sum_odd[i] + e[1] + e[3];
+          auto const bytes = Convert::convert(e);
+          registers[r + i] = reinterpret_cast<uint32_t const&>(bytes);
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        row_sum[first + i] = sum_even[i] + sum_odd[i];
+      }
     }
   }
 
@@ -63,6 +93,10 @@ struct ScaledSoftmax {
       lse[i] = sum == 0.f ? -INFINITY : (row_max[i] - kPScaleLog2) * kLn2 + __logf(sum);
     }
   }
+
+ private:
+  // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - max from being NaN.
+  CUTLASS_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 };
 
 }  // namespace fa3

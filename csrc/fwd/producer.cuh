@@ -10,6 +10,8 @@
 // tile's first Q K^T, so V runs one block behind K, across tiles too:
 //
 //   tile 0:  K2  Q  K1 V2  K0 V1     tile 1:  K2 V0 Q  K1 V2 ...
+//
+// FP8 kernels that do not overlap the two (Config::kVBehindK) take K2 Q V2  K1 V1  K0 V0.
 #pragma once
 
 #include "common/block_range.h"
@@ -67,17 +69,22 @@ CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Conf
     for (int n_block = end - 1; n_block >= 0; --n_block) {
       Block const block{n_block * Config::kTileN, tile.head_idx / params.group_size, tile.batch_idx};
       load_k(block);
-      if (has_previous) {
+      if (Config::kVBehindK && has_previous) {
         load_v(previous);
       }
       if (n_block == end - 1) {
         load_q(tile);
       }
+      if (!Config::kVBehindK) {
+        load_v(block);
+      }
       previous = block;
       has_previous = true;
     }
   }
-  load_v(previous);
+  if (Config::kVBehindK) {
+    load_v(previous);
+  }
 }
 
 }  // namespace fa3

@@ -29,7 +29,7 @@ struct FwdFp8Tile {
   int stages_vt;  // of V transposed
   int out_slabs;
   int pv_columns;  // of O whose P V is computed at a time
-  // P V of a block runs together with Q K^T of the next, in ping-pong. Else each has the registers of the other.
+  // P V of a block runs together with Q K^T of the next. Else each has the registers of the other.
   bool overlaps;
 };
 
@@ -45,6 +45,6 @@ constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0, true};
 
 constexpr FwdFp8Tile kFwdFp8Hdim64{3, 4, 3, 3, 1, 64, true};
 constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 3, 1, 64, false};
-constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 1, 128, false};
+constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 2, 128, false};
 
 }  // namespace fa3

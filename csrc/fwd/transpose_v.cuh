@@ -16,19 +16,29 @@
 
 namespace fa3 {
 
+// 16 channels of all keys. kTransposesAtOnce loads are under way together: one alone leaves the warp waiting for it.
 template <class Config>
 CUTLASS_DEVICE void transpose_channels(uint8_t const* v, uint8_t* vt, int channel) {
+  constexpr int kAtOnce = Config::kTransposesAtOnce;
   int const lane_idx = cutlass::canonical_lane_idx();
   int const first = channel_bytes(lane_idx, 0), second = channel_bytes(lane_idx, 1);
   CUTLASS_PRAGMA_UNROLL
-  for (int key = 0; key < Config::kTileN; key += kTransposedKeys) {
-    int const source = v_load_offset<Config::kSlabColumns>(lane_idx, key, channel, Config::kTileN);
-    int const destination = vt_store_offset(lane_idx, key, channel);
-    uint32_t r[4];
-    cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(v + source), r[0], r[1], r[2], r[3]);
-    cute::SM90_U32x4_STSM_N::copy(__byte_perm(r[0], r[1], first), __byte_perm(r[0], r[1], second),
-                                  __byte_perm(r[2], r[3], first), __byte_perm(r[2], r[3], second),
-                                  *reinterpret_cast<cute::uint128_t*>(vt + destination));
+  for (int key = 0; key < Config::kTileN; key += kAtOnce * kTransposedKeys) {
+    uint32_t r[kAtOnce][4];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const source =
+          v_load_offset<Config::kSlabColumns>(lane_idx, key + i * kTransposedKeys, channel, Config::kTileN);
+      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(v + source), r[i][0], r[i][1], r[i][2],
+                                    r[i][3]);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const destination = vt_store_offset(lane_idx, key + i * kTransposedKeys, channel);
+      cute::SM90_U32x4_STSM_N::copy(__byte_perm(r[i][0], r[i][1], first), __byte_perm(r[i][0], r[i][1], second),
+                                    __byte_perm(r[i][2], r[i][3], first), __byte_perm(r[i][2], r[i][3], second),
+                                    *reinterpret_cast<cute::uint128_t*>(vt + destination));
+    }
   }
 }
 
@@ -38,7 +48,16 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
                                 int transposer_idx) {
   static_assert(Config::kTileN == 128, "a line of the transposed tile is a swizzle's 128 bytes");
   PipelineState<Config::kStagesV> v_state;
-  PipelineState<Config::kStagesVt> vt_state;
+  PipelineState<Config::kStagesVt> own_vt_state;
+  // Rings that turn at the same pace share a state: a transposer has few registers.
+  constexpr bool kInStep = Config::kStagesV == Config::kStagesVt;
+  auto& vt_state = [&]() -> auto& {
+    if constexpr (kInStep) {
+      return v_state;
+    } else {
+      return own_vt_state;
+    }
+  }();
 
   TileScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
@@ -64,7 +83,9 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
       if (cutlass::canonical_lane_idx() == 0) {
         smem.pipeline_vt.full[vt_state.stage].arrive();
       }
-      v_state.advance();
+      if constexpr (!kInStep) {
+        v_state.advance();
+      }
       vt_state.advance();
     }
   }
