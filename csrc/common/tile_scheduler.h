@@ -49,11 +49,12 @@ FA3_HOST_DEVICE TileSchedulerParams make_tile_scheduler(int num_blocks, int num_
   if (most < num_head_batches) {
     int const num_sections = (num_head_batches + most - 1) / most;
     section_heads = (num_head_batches + num_sections - 1) / num_sections;  // sections of nearly equal size
-    // Better, where some number of heads allows it: sections that fill a whole, even number of rounds, if the last one
-    // is not so small that it leaves most CTAs idle.
+    // Better, where some number of heads allows it: sections that fill a whole, even number of rounds, unless what the
+    // last one lacks is a tenth of all work.
     for (int heads = 1; heads <= most + most / 16; ++heads) {
       int const last = num_head_batches % heads;
-      if (heads * num_blocks % (2 * num_ctas) == 0 && (last == 0 || 2 * last >= heads)) {
+      int const lacks = last == 0 ? 0 : heads - last;
+      if (heads * num_blocks % (2 * num_ctas) == 0 && lacks * 10 < num_head_batches) {
         section_heads = heads;
         break;
       }
