@@ -115,7 +115,8 @@ def kernel_of(case: Case, dtype: torch.dtype) -> str:
 
 @pytest.mark.parametrize("cases", [(*AT_LIMITS, *MANY_BLOCKS), ONE_PER_KERNEL], ids=["values", "repeats"])
 def test_cases_reach_every_kernel(cases):
-    built = {row["name"] for row in _library.kernel_table() if row["pass"] == "fwd"}
+    table = _library.kernel_table()
+    built = {row["name"] for row in table if row["pass"] == "fwd" and row["dtype"] != "e4m3"}  # test_fp8_gpu.py's
     assert {kernel_of(case, dtype) for case in cases for dtype in HALF_DTYPES} == built
 
 

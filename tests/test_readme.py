@@ -53,3 +53,21 @@ def test_cost_of_the_deterministic_mode_in_the_readme():
     stated = re.search(r"costs (\d+) % .*?at most (\d+) %", README, re.DOTALL)
     assert int(stated[1]) == round(100 * (math.prod(costs) ** (1 / len(costs)) - 1))
     assert int(stated[2]) == round(100 * (max(costs) - 1))
+
+
+@pytest.mark.parametrize(
+    ("peer", "stated"), [("fa3-fwd", r"([\d.]+) times `fa3-fwd` in"), ("fa3-bf16", r"([\d.]+) times our bf16")]
+)
+def test_fp8_numbers_in_the_readme(peer, stated):
+    """Geometric means of all cells and of each head_dim, and the least over upstream's."""
+    rows = json.loads((RESULTS / "fp8.json").read_text())["rows"]
+
+    def ratios(*head_dims: int) -> list[float]:
+        return [row["tflops"]["fa3"] / row["tflops"][peer] for row in rows if row["head_dim"] in head_dims]
+
+    means = [math.prod(x) ** (1 / len(x)) for x in (ratios(64, 128, 256), ratios(64), ratios(128), ratios(256))]
+    found = re.search(stated + r".*?\(([\d.]+),\s([\d.]+)\sand\s([\d.]+)", README, re.DOTALL)
+    assert [float(x) for x in found.groups()] == pytest.approx(means, abs=5.1e-3 if peer == "fa3-bf16" else 5.1e-4)
+    if peer == "fa3-fwd":
+        worst = re.search(r"at worst ([\d.]+)", README)
+        assert float(worst[1]) == pytest.approx(min(ratios(64, 128, 256)), abs=5.1e-4)
