@@ -42,6 +42,16 @@ CUTLASS_DEVICE void transpose_channels(uint8_t const* v, uint8_t* vt, int channe
   }
 }
 
+// `first` if kFirst, else `second`.
+template <bool kFirst, class First, class Second>
+CUTLASS_DEVICE auto& either(First& first, Second& second) {
+  if constexpr (kFirst) {
+    return first;
+  } else {
+    return second;
+  }
+}
+
 // Transposes what the producer brings, in its order.
 template <class Config>
 CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename Config::SharedStorage& smem,
@@ -51,13 +61,7 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
   PipelineState<Config::kStagesVt> own_vt_state;
   // Rings that turn at the same pace share a state: a transposer has few registers.
   constexpr bool kInStep = Config::kStagesV == Config::kStagesVt;
-  auto& vt_state = [&]() -> auto& {
-    if constexpr (kInStep) {
-      return v_state;
-    } else {
-      return own_vt_state;
-    }
-  }();
+  auto& vt_state = either<kInStep>(v_state, own_vt_state);
 
   TileScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
