@@ -9,7 +9,17 @@ import pytest
 from host.build import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiles import BWD_TILES, FWD_TILES, HEAD_DIMS, ROWS_PER_WARPGROUP, BwdTile, FwdTile, tile_for
+from tiles import (
+    BWD_TILES,
+    FWD_FP8_TILES,
+    FWD_TILES,
+    HEAD_DIMS,
+    ROWS_PER_WARPGROUP,
+    BwdTile,
+    FwdFp8Tile,
+    FwdTile,
+    tile_for,
+)
 
 LARGEST = 2**31 - 1025  # the largest size that csrc/torch_op.h lets through
 L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
@@ -250,17 +260,18 @@ def test_last_key_block_is_the_masks(host, seqlen_q, seqlen_k, tile_n):
 
 def causal_imbalance(
     host,
-    tile: FwdTile,
+    tile: FwdTile | FwdFp8Tile,
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
     num_heads: int,
     group_size: int = 1,
     num_sms: int = 132,
+    element_bytes: int = 2,
 ) -> float:
     """Key blocks of the busiest CTA over the mean, counting one more per tile for its start and end."""
     num_m_blocks = -(-seqlen_q // tile.tile_m)
-    section_heads = max(L2_BUDGET_BYTES // (seqlen_k * tile.head_dim * 4), 1) * group_size
+    section_heads = max(L2_BUDGET_BYTES // (seqlen_k * tile.head_dim * 2 * element_bytes), 1) * group_size
     section_heads = min(section_heads, num_heads * batch)
     params = host.make_tile_scheduler(
         num_m_blocks, num_heads, batch, num_sms, host.TileOrder.kDescending, section_heads
@@ -281,6 +292,13 @@ def test_causal_balance(host, head_dim, seqlen):
     tile = tile_for(head_dim, seqlen, causal=True)
     imbalance = causal_imbalance(host, tile, 16384 // seqlen, seqlen, seqlen, 2048 // head_dim)
     assert imbalance < (1.04 if head_dim in (64, 128, 256) else 1.1)
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("tile", FWD_FP8_TILES.values(), ids=FWD_FP8_TILES.keys())
+def test_causal_balance_of_fp8(host, tile, seqlen):
+    imbalance = causal_imbalance(host, tile, 16384 // seqlen, seqlen, seqlen, 2048 // tile.head_dim, element_bytes=1)
+    assert imbalance < 1.06
 
 
 @pytest.mark.parametrize(

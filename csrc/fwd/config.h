@@ -45,7 +45,7 @@ struct FwdConfig {
   static constexpr int kStagesQ = kTile.stages_q;
   static constexpr int kStagesK = kTile.stages_kv;
   static constexpr int kStagesV = kTile.stages_kv;
-  static constexpr bool kVBehindK = true;
+  static constexpr bool kVBehindK = true;  // see fwd/producer.cuh
   static constexpr bool kOutReplacesQ = kTile.out_slabs == 0;
   static constexpr int kOutSlabs = kOutReplacesQ ? kHeadDim / kSlabColumns : kTile.out_slabs;
   static_assert(!kOutReplacesQ || (kStagesQ == 1 && kTile.ping_pong),

@@ -35,7 +35,7 @@ struct FwdFp8Config {
   static constexpr bool kOutReplacesQ = false;
   static constexpr int kOutSlabs = kTile.out_slabs;
   static constexpr bool kOverlaps = kTile.overlaps;
-  static constexpr bool kVBehindK = kOverlaps;
+  static constexpr bool kVBehindK = kOverlaps;  // see fwd/producer.cuh
   static constexpr int kPvColumns = kTile.pv_columns;
   static constexpr int kPvParts = kHeadDim / kPvColumns;
   // Parts of P V that are under way together, in the place of S.
