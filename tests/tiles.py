@@ -21,7 +21,6 @@ class FwdTile:
     stages_q: int
     stages_kv: int
     out_slabs: int
-    ping_pong: bool
     max_seqlen_k_full: int = UNLIMITED
     max_seqlen_k_causal: int = UNLIMITED
 

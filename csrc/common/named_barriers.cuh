@@ -39,11 +39,4 @@ struct PingPong {
   }
 };
 
-// The consumer warpgroups issue as they please: what ping-pong is worth (docs/design/forward.md).
-struct FreeRunning {
-  CUTLASS_DEVICE static void start(int) {}
-  CUTLASS_DEVICE static void wait_turn(int) {}
-  CUTLASS_DEVICE static void pass_turn(int) {}
-};
-
 }  // namespace fa3

@@ -48,7 +48,7 @@ struct FwdConfig {
   static constexpr bool kVBehindK = true;  // see fwd/producer.cuh
   static constexpr bool kOutReplacesQ = kTile.out_slabs == 0;
   static constexpr int kOutSlabs = kOutReplacesQ ? kHeadDim / kSlabColumns : kTile.out_slabs;
-  static_assert(!kOutReplacesQ || (kStagesQ == 1 && kTile.ping_pong),
+  static_assert(!kOutReplacesQ || kStagesQ == 1,
                 "a turn of ping-pong lies between a warpgroup's last read of Q and the O that replaces it");
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
@@ -69,7 +69,7 @@ struct FwdConfig {
   static_assert((kConsumerWarpgroups - 1) * kRowsPerWarpgroup <= kTileN,
                 "a warpgroup may skip at most one key block that the last one sees");
 
-  using Schedule = std::conditional_t<kTile.ping_pong, PingPong<kConsumerWarpgroups>, FreeRunning>;
+  using Schedule = PingPong<kConsumerWarpgroups>;
 
   // Shared-memory layouts, as TMA writes them (common/tma.cuh).
   using KMajorAtom = std::conditional_t<kSlabColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,

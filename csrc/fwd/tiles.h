@@ -13,7 +13,6 @@ struct FwdTile {
   // Slabs of O (64 columns, see common/tma.cuh) that a warp stages in shared memory at a time. With 0 there is no room
   // for O: it takes the place of Q, and the pipeline drains between tiles.
   int out_slabs;
-  bool ping_pong;
   // The longest seqlen_k that this tile is meant for; above it the head_dim's next, larger one takes over.
   int max_seqlen_k_full = std::numeric_limits<int>::max();
   int max_seqlen_k_causal = std::numeric_limits<int>::max();
@@ -34,14 +33,14 @@ struct FwdFp8Tile {
 };
 
 // Small tiles waste less of short sequences and of the diagonal; large ones read less shared memory per FLOP.
-constexpr FwdTile kFwdHdim64Short{2, 128, 1, 3, 1, true, 0, 1024};
-constexpr FwdTile kFwdHdim64Long{3, 128, 1, 3, 1, true};
-constexpr FwdTile kFwdHdim96{2, 128, 1, 3, 3, true};
-constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, true, 4096, 4096};
-constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1, true};
-constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1, true};
-constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, true, 512, 1024};
-constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0, true};
+constexpr FwdTile kFwdHdim64Short{2, 128, 1, 3, 1, 0, 1024};
+constexpr FwdTile kFwdHdim64Long{3, 128, 1, 3, 1};
+constexpr FwdTile kFwdHdim96{2, 128, 1, 3, 3};
+constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, 4096, 4096};
+constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1};
+constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1};
+constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, 512, 1024};
+constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0};
 
 constexpr FwdFp8Tile kFwdFp8Hdim64{3, 4, 3, 3, 1, 64, true};
 constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 3, 1, 64, false};
