@@ -2,10 +2,11 @@
 
 python -m benchmarks.bench_fp8
 
-fa3            FP8, one scale for each 128 rows of q, k and v; tensors and scales are there
-fa3-bf16       the same values in bf16
-fa3-from-bf16  fa3.flash_attn_fp8_func: bf16 in, quantised with incoherent processing, and attended
-fa3-fwd        PyPI package fa3-fwd, upstream's FlashAttention-3, FP8 with one scale per batch and head
+fa3               FP8, one scale for each 128 rows of q, k and v; tensors and scales are there
+fa3-transposed-v  the same, v as quantize_fp8 writes it with v_transposed, so that the kernel need not transpose it
+fa3-bf16          the same values in bf16
+fa3-from-bf16     fa3.flash_attn_fp8_func: bf16 in, quantised with incoherent processing, and attended
+fa3-fwd           PyPI package fa3-fwd, upstream's FlashAttention-3, FP8 with one scale per batch and head
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import fa3
 from benchmarks import cases, report, runner, timing
 from benchmarks.cases import Case
-from benchmarks.report import OURS, OURS_BF16, OURS_FROM_BF16
+from benchmarks.report import OURS, OURS_BF16, OURS_FROM_BF16, OURS_TRANSPOSED_V
 
 UPSTREAM = "fa3-fwd"
 TOLERANCE = 0.08  # relative RMS error of FP8; on independent normal values, whose average nearly cancels, about 0.05
@@ -43,13 +44,15 @@ def all_calls(case: Case, attend_upstream: Callable | None) -> dict[str, Callabl
     q, k, v, _ = case.make_inputs()
     options = {"causal": case.causal}
     blocks = fa3.quantize_fp8(q, k, v, incoherent=False)
+    transposed = fa3.quantize_fp8(q, k, v, incoherent=False, v_transposed=True)
     heads = fa3.quantize_fp8(q, k, v, incoherent=False, block_size=None)
 
-    def call(attend: Callable, x: fa3.Fp8Inputs, **scales: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: attend(x.q, x.k, x.v, **scales, **options)
+    def call(attend: Callable, x: fa3.Fp8Inputs, **more: torch.Tensor | bool) -> Callable[[], torch.Tensor]:
+        return lambda: attend(x.q, x.k, x.v, **more, **options)
 
     calls = {
         OURS: call(fa3.flash_attn_func, blocks, **scales_of(blocks)),
+        OURS_TRANSPOSED_V: call(fa3.flash_attn_func, transposed, **scales_of(transposed), v_transposed=True),
         OURS_BF16: lambda: fa3.flash_attn_func(q, k, v, **options),
         OURS_FROM_BF16: lambda: fa3.flash_attn_fp8_func(q, k, v, **options),
     }
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     results, _, ours_failed = runner.start(args, "float64, of the values before quantisation")
     attend_upstream = upstream()
-    names = [OURS, OURS_BF16, OURS_FROM_BF16]
+    names = [OURS, OURS_TRANSPOSED_V, OURS_BF16, OURS_FROM_BF16]
     results["providers"] = dict.fromkeys(names, fa3.__version__)
     if attend_upstream is not None:
         results["providers"][UPSTREAM] = version(UPSTREAM)
@@ -90,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         runner.add_row(args, results, row)
         print(report.table_row(row, list(results["providers"])), flush=True)
         problems.report(wrong)
-    print(f"\nfa3 over {UPSTREAM}\n{report.summary(results['rows'])}")
+    for ours in (OURS, OURS_TRANSPOSED_V):
+        print(f"\n{ours} over {UPSTREAM}\n{report.summary(results['rows'], ours)}")
     return runner.finish(args, results, ours_failed or problems.are_ours())
 
 

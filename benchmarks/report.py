@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = "fa3"
 OURS_DETERMINISTIC = "fa3-deterministic"
 OURS_BF16, OURS_FROM_BF16 = "fa3-bf16", "fa3-from-bf16"  # beside FP8
-ALL_OURS = (OURS, OURS_DETERMINISTIC, OURS_BF16, OURS_FROM_BF16)  # no peers
+OURS_TRANSPOSED_V = "fa3-transposed-v"  # FP8
+ALL_OURS = (OURS, OURS_DETERMINISTIC, OURS_BF16, OURS_FROM_BF16, OURS_TRANSPOSED_V)  # no peers
 
 
 def measured_commit() -> str:
@@ -73,10 +74,10 @@ def spread(timings: dict[str, Timing]) -> dict:
     }
 
 
-def ratio(row: dict) -> float | None:
+def ratio(row: dict, ours: str = OURS) -> float | None:
     """Our speed over that of the best peer of the row; None without us or without peers."""
     peers = [ms for name, ms in row["ms"].items() if name not in ALL_OURS]
-    return min(peers) / row["ms"][OURS] if OURS in row["ms"] and peers else None
+    return min(peers) / row["ms"][ours] if ours in row["ms"] and peers else None
 
 
 def deterministic_cost(row: dict) -> float | None:
@@ -102,16 +103,16 @@ def column_width(name: str) -> int:
     return max(13, len(name) + 1)
 
 
-def summary(rows: list[dict]) -> str:
+def summary(rows: list[dict], ours: str = OURS) -> str:
     """Geometric mean and minimum of the ratio to the best peer, per head_dim and over all."""
     lines = []
     for title, group in head_dim_groups(rows):
-        ratios = [(share, row) for row in group if (share := ratio(row)) is not None]
+        ratios = [(share, row) for row in group if (share := ratio(row, ours)) is not None]
         if ratios:
             least, row = min(ratios, key=lambda pair: pair[0])
             mean = geometric_mean([share for share, _ in ratios])
             lines.append(f"{title}: geometric mean {mean:.3f}, minimum {least:.3f} ({where(row)}), {len(ratios)} cells")
-    return "\n".join(lines) or "no cell has both fa3 and a peer"
+    return "\n".join(lines) or f"no cell has both {ours} and a peer"
 
 
 def deterministic_summary(rows: list[dict]) -> str:

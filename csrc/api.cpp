@@ -21,7 +21,7 @@ struct Problem {
 };
 
 Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& k, Tensor const& v,
-                     double softmax_scale, bool fp8 = false) {
+                     double softmax_scale, bool fp8 = false, bool v_transposed = false) {
   if (fp8) {
     check(q.scalar_type() == ScalarType::Float8_e4m3fn, "q", "be float8_e4m3fn",
           "scalar type " + std::to_string(static_cast<int>(q.scalar_type())));
@@ -47,8 +47,14 @@ Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& 
   };
   check_head_dim(check, "q", problem.head_dim, fp8 ? 16 : 8);  // 16 bytes, for TMA
   check(k.size(0) == problem.batch && k.size(3) == problem.head_dim, "k", "have q's batch and head_dim", shape_of(k));
-  check_shape(check, "v", v, {problem.batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim},
-              "have k's shape " + shape_of(k));
+  if (v_transposed) {
+    int64_t const num_keys = (problem.seqlen_k + kFp8BlockRows - 1) / kFp8BlockRows * kFp8BlockRows;
+    check_shape(check, "v", v, {problem.batch, problem.num_heads_kv, problem.head_dim, num_keys},
+                "have the shape (batch, num_heads_kv, head_dim, whole blocks of keys) of k " + shape_of(k));
+  } else {
+    check_shape(check, "v", v, {problem.batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim},
+                "have k's shape " + shape_of(k));
+  }
   check(problem.num_heads_q >= 1 && problem.num_heads_kv >= 1 && problem.num_heads_q % problem.num_heads_kv == 0, "q",
         "have a multiple of k's " + std::to_string(problem.num_heads_kv) + " heads",
         std::to_string(problem.num_heads_q));
@@ -68,8 +74,8 @@ void check_built(char const* op, Kernel const* kernel, Problem const& problem) {
 // out and lse, written: by the kernel, or here where there is nothing to compute.
 std::tuple<Tensor, Tensor> run_forward(char const* op, Problem const& problem, Tensor const& q, Tensor const& k,
                                        Tensor const& v, ScalarType out_type, double softmax_scale, bool causal,
-                                       FwdParams params) {
-  FwdKernel const* kernel = select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal);
+                                       FwdParams params, bool v_transposed = false) {
+  FwdKernel const* kernel = select_fwd_kernel(problem.dtype, problem.head_dim, problem.seqlen_k, causal, v_transposed);
   check_built(op, kernel, problem);
   CurrentDevice const current_device(problem.device);
 
@@ -87,7 +93,7 @@ std::tuple<Tensor, Tensor> run_forward(char const* op, Problem const& problem, T
   Tensor const q_tma = for_tma(q), k_tma = for_tma(k), v_tma = for_tma(v);
   params.q = tensor_arg(q_tma);
   params.k = tensor_arg(k_tma);
-  params.v = tensor_arg(v_tma);
+  params.v = tensor_arg(v_transposed ? torch::stable::transpose(v_tma, 1, 2) : v_tma);
   params.out = tensor_arg(out);
   params.lse = static_cast<float*>(lse.data_ptr());
   params.batch = static_cast<int>(problem.batch);
@@ -133,9 +139,9 @@ BlockScales block_scales(ArgumentCheck const& check, char const* name, Tensor co
 
 std::tuple<Tensor, Tensor> fwd_fp8(Tensor const& q, Tensor const& k, Tensor const& v, Tensor const& q_descale,
                                    Tensor const& k_descale, Tensor const& v_descale, double softmax_scale, bool causal,
-                                   bool out_fp16) {
+                                   bool out_fp16, bool v_transposed) {
   ArgumentCheck const check{"fwd_fp8"};
-  Problem const problem = check_inputs(check, q, k, v, softmax_scale, /*fp8=*/true);
+  Problem const problem = check_inputs(check, q, k, v, softmax_scale, /*fp8=*/true, v_transposed);
   // q may have a scale per query head, or one per KV head as upstream's.
   bool const per_query_head = q_descale.dim() == 3 && q_descale.size(1) == problem.num_heads_q;
   int64_t const q_scale_heads = per_query_head ? problem.num_heads_q : problem.num_heads_kv;
@@ -150,7 +156,8 @@ std::tuple<Tensor, Tensor> fwd_fp8(Tensor const& q, Tensor const& k, Tensor cons
                          .v_scales = scales("v_descale", v_descale, problem.num_heads_kv, problem.seqlen_k),
                          .q_scales_group = static_cast<int>(problem.num_heads_q / q_scale_heads),
                          .out_fp16 = out_fp16,
-                     });
+                     },
+                     v_transposed);
 }
 
 // dout and out may have any strides; a dlse that is absent is zero.
@@ -256,7 +263,7 @@ STABLE_TORCH_LIBRARY(fa3, m) {
       "-> (Tensor out, Tensor lse)");
   m.def(
       "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
-      "float softmax_scale, bool causal, bool out_fp16) -> (Tensor out, Tensor lse)");
+      "float softmax_scale, bool causal, bool out_fp16, bool v_transposed=False) -> (Tensor out, Tensor lse)");
   m.def(
       "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
       "bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)");
@@ -303,8 +310,9 @@ FA3_EXPORT char const* fa3_kernel_table() {
 }
 
 // Row of fa3_kernel_table that a forward call takes, or -1. `dtype`: 0 float16, 1 bfloat16, 2 float8_e4m3fn.
-FA3_EXPORT int fa3_select_fwd_kernel(int dtype, int head_dim, int seqlen_k, bool causal) {
-  fa3::FwdKernel const* selected = fa3::select_fwd_kernel(static_cast<fa3::Dtype>(dtype), head_dim, seqlen_k, causal);
+FA3_EXPORT int fa3_select_fwd_kernel(int dtype, int head_dim, int seqlen_k, bool causal, bool v_transposed) {
+  fa3::FwdKernel const* selected =
+      fa3::select_fwd_kernel(static_cast<fa3::Dtype>(dtype), head_dim, seqlen_k, causal, v_transposed);
   return selected == nullptr ? -1 : static_cast<int>(selected - fa3::fwd_kernels().data());
 }
 

@@ -32,7 +32,7 @@ struct BlockScales {
 struct FwdParams {
   TensorArg q;    // (batch, seqlen_q, num_heads_q, head_dim)
   TensorArg k;    // (batch, seqlen_k, num_heads_kv, head_dim)
-  TensorArg v;    // (batch, seqlen_k, num_heads_kv, head_dim)
+  TensorArg v;    // (batch, seqlen_k, num_heads_kv, head_dim); transposed: (batch, head_dim, num_heads_kv, keys)
   TensorArg out;  // (batch, seqlen_q, num_heads_q, head_dim)
   float* lse;     // (batch, num_heads_q, seqlen_q), contiguous, natural log
 
@@ -103,6 +103,7 @@ struct QuantizeParams {
   float* mean;         // (batch, num_heads, head_dim), written and subtracted; nullptr: nothing is subtracted
   float const* signs;  // (width), of the Hadamard transform; nullptr: none
   void* x8;            // e4m3 (batch, seqlen, num_heads, columns), contiguous
+  bool transpose;      // x8 is (batch, num_heads, columns, whole blocks of rows), as csrc/fwd/fp8_layout.h has V
   float* descale;      // (batch, num_heads, num_blocks), or, where amax is given, (batch, num_heads)
 
   // Scratch, of any content.

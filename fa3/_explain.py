@@ -58,37 +58,43 @@ class Explanation:
         return "\n".join(f"{name:<9} {value}" for name, value in rows if value)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, v_transposed: bool = False) -> Explanation:
     """What `flash_attn_func(q, k, v, causal=causal)` takes, here and now; nothing is computed.
 
     Args:
-        q, k, v, causal: as for flash_attn_func. Strides and device matter, values do not. FP8 inputs need no scales
-            here.
+        q, k, v, causal, v_transposed: as for flash_attn_func. Strides and device matter, values do not. FP8 inputs
+            need no scales here.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as flash_attn_func does for arguments that are wrong. A machine that
             cannot run the call is an answer instead: path "refused".
     """
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, v_transposed=v_transposed)
     causal = causal and q.shape[1] > 1  # as flash_attn_func: a single query sees every key
     try:
         if q.dtype == E4M3:
             op_of_path("fwd_fp8", q)  # raises where there is none
-            return _explain_portable_fp8(q) if choose_path(q.device) == "portable" else _explain_hopper(q, k, v, causal)
+            if choose_path(q.device) == "portable":
+                return _explain_portable_fp8(q)
+            return _explain_hopper(q, k, v, causal, v_transposed)
         if choose_path(q.device) == "portable":
             return _explain_portable(q, k, causal)
         check_kernel_dtype(q)
     except (RuntimeError, NotImplementedError) as refusal:
         return Explanation("refused", None, [str(refusal)])
-    return _explain_hopper(q, k, v, causal)
+    return _explain_hopper(q, k, v, causal, v_transposed)
 
 
-def _selected_rows(dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool) -> tuple[int, int]:
+def _selected_rows(
+    dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool, v_transposed: bool
+) -> tuple[int, int]:
     """Rows of the kernel table that the library takes for a forward and its backward, each -1 if it has none."""
     library = ctypes.CDLL(str(_library.LIBRARY))
     dtype_code = ctypes.c_int({torch.float16: 0, torch.bfloat16: 1, E4M3: 2}[dtype])
     return (
-        library.fa3_select_fwd_kernel(dtype_code, head_dim, seqlen_k, ctypes.c_bool(causal)),
+        library.fa3_select_fwd_kernel(
+            dtype_code, head_dim, seqlen_k, ctypes.c_bool(causal), ctypes.c_bool(v_transposed)
+        ),
         library.fa3_select_bwd_kernel(dtype_code, head_dim),
     )
 
@@ -113,10 +119,11 @@ def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
     return Explanation("portable", "portable", [*reasons, backward], tile=portable.tile_sizes(q, k))
 
 
-def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Explanation:
+def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, v_transposed: bool) -> Explanation:
     batch, seqlen_q, num_heads_q, head_dim = q.shape
-    row, backward_row = _selected_rows(q.dtype, head_dim, k.shape[1], causal)
+    row, backward_row = _selected_rows(q.dtype, head_dim, k.shape[1], causal, v_transposed)
     without_kernel = f"this build has no {{}} kernel for head_dim {head_dim} in {q.dtype}"
+    without_kernel += " with v transposed" if v_transposed else ""
     if row < 0:
         return Explanation("refused", None, [without_kernel.format("forward")])
     backward = "hopper" if backward_row >= 0 else "refused"

@@ -30,6 +30,29 @@ def num_scales(seqlen: int, block_size: int) -> int:
     return -(-seqlen // block_size) if block_size else 1
 
 
+def num_transposed_keys(seqlen: int) -> int:
+    """The length of a line of transposed V: all keys, and zeros to the end of the last step of the forward."""
+    return num_scales(seqlen, FP8_BLOCK) * FP8_BLOCK
+
+
+def transpose_v(v: Tensor) -> Tensor:
+    """V (b, s, h, d), e4m3, as the product P V reads it: (b, h, d, n), n = num_transposed_keys(s), a line per channel.
+
+    A line has its keys, of every 16, in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, in which P lies in the
+    registers of an accumulator (csrc/fwd/fp8_layout.h): key 8 i + 2 j + l has position 4 j + 2 i + l. Keys from s on
+    are zeros.
+    """
+    seqlen = v.shape[1]
+    lines = F.pad(v.view(torch.uint8).permute(0, 2, 3, 1), (0, num_transposed_keys(seqlen) - seqlen))  # (b, h, d, n)
+    return lines.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4).view(E4M3)
+
+
+def untranspose_v(v: Tensor, seqlen: int) -> Tensor:
+    """Transposed V (b, h, d, n) -> (b, s, h, d), contiguous: the inverse of transpose_v."""
+    lines = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
+    return lines[..., :seqlen].permute(0, 3, 1, 2).contiguous().view(E4M3)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of x (b, s, h, d), at the dtype of x: row i is turned by the angles of cos[i] and sin[i].
 
@@ -64,6 +87,7 @@ def quantize(
     rotary_interleaved: bool,
     smooth: bool,
     block_size: int,
+    transpose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotary, then the mean over rows off, then signs and Hadamard, then e4m3; all in float32.
 
@@ -71,6 +95,9 @@ def quantize(
     n is the length of signs, to which x is padded with zeros, or d without them. num_blocks is
     ceil(s / block_size), or 1 for block_size 0. descale is the largest magnitude of the block over 448 (1 where that is
     0), not counting NaN, which stays NaN; an infinity makes its block NaN. Without `smooth`, mean is empty, shape (0,).
+
+    `transpose` is for V, which is only rounded: x8 is then what transpose_v makes of it, (b, h, d,
+    num_transposed_keys(s)), and signs, cos and sin must be None and smooth False.
     """
     seqlen = x.shape[1]
     values = x.float()
@@ -90,6 +117,8 @@ def quantize(
     # At least the smallest normal float32, so that its reciprocal, with which the kernel multiplies, is finite.
     descale = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny), 1.0)
     x8 = (blocks / descale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1, 2)[:, :seqlen]
+    if transpose:
+        x8 = transpose_v(x8)
     # clone and not contiguous(), which leaves odd strides on dimensions of size 1.
     x8, descale = (y.clone(memory_format=torch.contiguous_format) for y in (x8, descale[:, :, 0, :, 0].transpose(1, 2)))
     return x8, descale, mean
@@ -105,10 +134,12 @@ def forward(
     softmax_scale: float,
     causal: bool,
     out_fp16: bool,
+    v_transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q (b, sq, h, d), k and v (b, sk, hk, d), e4m3 -> contiguous out (b, sq, h, d), bfloat16 or float16, and lse
     (b, h, sq) of the scores that the scales give back.
 
+    With v_transposed, v is (b, hk, d, num_transposed_keys(sk)), as from transpose_v.
     descales, float32, any strides: q (b, h or hk, ceil(sq / 128) or 1), k and v (b, hk, ceil(sk / 128) or 1).
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
@@ -116,6 +147,8 @@ def forward(
     num_key_blocks = num_scales(seqlen_k, FP8_BLOCK)
     offset = seqlen_k - seqlen_q  # causal, aligned to the bottom right: query i sees keys j <= i + offset
 
+    if v_transposed:
+        v = untranspose_v(v, seqlen_k)
     # Heads are (hk, group) in what follows, a KV head (hk, 1).
     q = q.float().unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)  # (b, hk, group, sq, d)
     k, v = (x.float().transpose(1, 2).unsqueeze(2) for x in (k, v))  # (b, hk, 1, sk, d)

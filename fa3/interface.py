@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa3 import ops
 from fa3._backend import choose_path
-from fa3.fp8_portable import E4M3, FP8_BLOCK, num_scales
+from fa3.fp8_portable import E4M3, FP8_BLOCK, num_scales, num_transposed_keys
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _PORTABLE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
@@ -38,6 +38,7 @@ def flash_attn_func(
     *,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    v_transposed: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(softmax_scale * q k^T) v, in memory that grows with seqlen and not with its square.
 
@@ -54,7 +55,7 @@ def flash_attn_func(
             rounded to e4m3 too, every sum is float32, and head_dim is a multiple of 16. fa3.quantize_fp8 makes such
             inputs, fa3.flash_attn_fp8_func takes 16-bit ones.
         k: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_kv.
-        v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q.
+        v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q; another shape with v_transposed.
         softmax_scale: factor of the scores q k^T before softmax, above 0 and within float32: 1e-37 to 1e38.
             None: 1 / sqrt(head_dim).
         causal: True hides later keys. The mask is aligned to the bottom right corner, so that the last query sees every
@@ -90,6 +91,11 @@ def flash_attn_func(
         return_attn_probs: True returns lse as well. (The name is upstream's; probabilities are never returned.)
         return_lse: the same under a clearer name.
         out_dtype: for float8_e4m3fn inputs bfloat16 (None means it) or float16; None for all others.
+        v_transposed: True, for float8_e4m3fn inputs only, takes v as fa3.quantize_fp8(..., v_transposed=True) writes
+            it, so that the kernel need not transpose it: (batch, num_heads_kv, head_dim, n), where n is seqlen_k
+            rounded up to a multiple of 128. A line holds one channel of all keys, every 16 of them in the order
+            0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, and zeros for those from seqlen_k on (NaN there may make out NaN).
+            Nothing else changes, v_descale and the results included.
 
     Returns:
         out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q (of FP8 inputs, out_dtype).
@@ -118,7 +124,7 @@ def flash_attn_func(
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
     arXiv:2407.08608. The online softmax is Milakov and Gimelshein's, arXiv:1805.02867.
     """
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, v_transposed=v_transposed)
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
     elif not isinstance(softmax_scale, (int, float)) or isinstance(softmax_scale, bool):
@@ -146,7 +152,7 @@ def flash_attn_func(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
 
     if q.dtype == E4M3:
-        out, lse = _attend_fp8(q, k, v, q_descale, k_descale, v_descale, softmax_scale, causal, out_dtype)
+        out, lse = _attend_fp8(q, k, v, q_descale, k_descale, v_descale, softmax_scale, causal, out_dtype, v_transposed)
     else:
         for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
             if x is not None:
@@ -158,12 +164,16 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs or return_lse else out
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, function: str = "flash_attn_func") -> None:
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, function: str = "flash_attn_func", *, v_transposed: bool = False
+) -> None:
     """Raises unless q, k and v belong together. The order is type, dtype, device, layout, shape."""
     error = functools.partial(_error, function=function)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise error(TypeError, name, "be a torch.Tensor", type(x).__name__)
+    if not isinstance(v_transposed, bool):
+        raise error(TypeError, "v_transposed", "be a bool", type(v_transposed).__name__)
 
     dtype = q.dtype
     if dtype not in (*_PORTABLE_DTYPES, E4M3):
@@ -175,6 +185,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, function: str = "flash_attn_f
         raise error(TypeError, "k.dtype", f"equal q.dtype = {dtype}", k.dtype)
     if v.dtype != dtype:
         raise error(TypeError, "v.dtype", f"equal q.dtype = {dtype}", v.dtype)
+    if v_transposed and dtype != E4M3:
+        raise error(ValueError, "v_transposed", f"be False for {dtype} inputs", v_transposed)
 
     device = q.device
     if k.device != device:
@@ -182,13 +194,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, function: str = "flash_attn_f
     if v.device != device:
         raise error(ValueError, "v.device", f"equal q.device = {device}", v.device)
 
-    _check_layout("q", q, "num_heads_q", error)
-    _check_layout("k", k, "num_heads_kv", error)
-    _check_layout("v", v, "num_heads_kv", error)
+    _check_layout("q", q, "seqlen_q, num_heads_q, head_dim", error)
+    _check_layout("k", k, "seqlen_k, num_heads_kv, head_dim", error)
+    v_dimensions = "num_heads_kv, head_dim, keys" if v_transposed else "seqlen_k, num_heads_kv, head_dim"
+    _check_layout("v", v, v_dimensions, error)
 
     batch, _, num_heads_q, head_dim = q.shape
     k_batch, seqlen_k, num_heads_kv, k_head_dim = k.shape
-    v_batch, v_seqlen_k, v_num_heads_kv, v_head_dim = v.shape
+    if v_transposed:
+        v_batch, v_num_heads_kv, v_head_dim, v_seqlen_k = v.shape
+    else:
+        v_batch, v_seqlen_k, v_num_heads_kv, v_head_dim = v.shape
+    v_heads_dim = 1 if v_transposed else 2
     step = 16 if dtype == E4M3 else 8
     if head_dim % step != 0 or not step <= head_dim <= 256:
         remedy = "; zero-pad the last dimension and pass softmax_scale" if head_dim < 256 else ""
@@ -203,22 +220,26 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, function: str = "flash_attn_f
         raise error(ValueError, "k.shape[2] (num_heads_kv)", rule, num_heads_kv)
     if v_batch != batch:
         raise error(ValueError, "v.shape[0] (batch)", f"equal q.shape[0] = {batch}", v_batch)
-    if v_seqlen_k != seqlen_k:
+    if v_transposed and v_seqlen_k != num_transposed_keys(seqlen_k):
+        rule = f"equal ceil({seqlen_k} / {FP8_BLOCK}) * {FP8_BLOCK} = {num_transposed_keys(seqlen_k)}"
+        remedy = "; fa3.quantize_fp8(..., v_transposed=True) writes it"
+        raise error(ValueError, "v.shape[3] (keys)", rule, v_seqlen_k, remedy)
+    if not v_transposed and v_seqlen_k != seqlen_k:
         raise error(ValueError, "v.shape[1] (seqlen_k)", f"equal k.shape[1] = {seqlen_k}", v_seqlen_k)
     if v_num_heads_kv != num_heads_kv:
-        raise error(ValueError, "v.shape[2] (num_heads_kv)", f"equal k.shape[2] = {num_heads_kv}", v_num_heads_kv)
+        rule = f"equal k.shape[2] = {num_heads_kv}"
+        raise error(ValueError, f"v.shape[{v_heads_dim}] (num_heads_kv)", rule, v_num_heads_kv)
     if v_head_dim != head_dim:
         remedy = "; zero-pad v and slice the output" if v_head_dim < head_dim else ""
         rule = f"equal q.shape[3] = {head_dim}"
-        raise error(NotImplementedError, "v.shape[3] (head_dim_v)", rule, v_head_dim, remedy)
+        raise error(NotImplementedError, f"v.shape[{v_heads_dim + 1}] (head_dim_v)", rule, v_head_dim, remedy)
 
 
-def _check_layout(name: str, x: Tensor, num_heads: str, error: Callable[..., Exception]) -> None:
+def _check_layout(name: str, x: Tensor, dimensions: str, error: Callable[..., Exception]) -> None:
     if x.layout is not torch.strided:
         raise error(ValueError, f"{name}.layout", "be torch.strided", x.layout, f"; use {name}.to_dense()")
     if x.dim() != 4:
-        rule = f"have 4 dimensions (batch, seqlen_{'q' if name == 'q' else 'k'}, {num_heads}, head_dim)"
-        raise error(ValueError, name, rule, f"shape {tuple(x.shape)}")
+        raise error(ValueError, name, f"have 4 dimensions (batch, {dimensions})", f"shape {tuple(x.shape)}")
     if x.stride(3) != 1 and x.numel() != 0:
         rule = "have a contiguous last dimension (stride 1)"
         raise error(ValueError, name, rule, f"stride {x.stride(3)}", f"; use {name}.contiguous()")
@@ -268,6 +289,7 @@ def _attend_fp8(
     softmax_scale: float,
     causal: bool,
     out_dtype: torch.dtype | None,
+    v_transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     """The FP8 forward, after the checks of what only FP8 inputs have."""
     seqlen_q, num_heads_q, seqlen_k, num_heads_kv = *q.shape[1:3], *k.shape[1:3]
@@ -280,7 +302,7 @@ def _attend_fp8(
         raise _error(ValueError, "out_dtype", "be None, bfloat16 or float16", out_dtype)
     refuse_gradients({"q": q, "k": k, "v": v, **descales})
     forward = op_of_path("fwd_fp8", q)
-    return forward(q, k, v, *descales.values(), softmax_scale, causal, out_dtype == torch.float16)
+    return forward(q, k, v, *descales.values(), softmax_scale, causal, out_dtype == torch.float16, v_transposed)
 
 
 def _check_descale(name: str, x: Tensor | None, q: Tensor, heads: tuple[int, ...], seqlen: int) -> Tensor:

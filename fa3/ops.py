@@ -30,12 +30,12 @@ _definitions.define(
 )
 _definitions.define(
     "portable_fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
-    "float softmax_scale, bool causal, bool out_fp16) -> (Tensor out, Tensor lse)",
+    "float softmax_scale, bool causal, bool out_fp16, bool v_transposed=False) -> (Tensor out, Tensor lse)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _definitions.define(
     "portable_quantize_fp8(Tensor x, Tensor? signs, Tensor? cos, Tensor? sin, bool rotary_interleaved, bool smooth, "
-    "int block_size) -> (Tensor x8, Tensor descale, Tensor mean)",
+    "int block_size, bool transpose=False) -> (Tensor x8, Tensor descale, Tensor mean)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _definitions.impl("portable_fwd", portable.forward, "CompositeExplicitAutograd")
@@ -97,6 +97,7 @@ def _fake_forward_fp8(
     softmax_scale: float,
     causal: bool,
     out_fp16: bool,
+    v_transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, num_heads_q, _ = q.shape
     out = q.new_empty(q.shape, dtype=torch.float16 if out_fp16 else torch.bfloat16)
@@ -111,10 +112,14 @@ def _fake_quantize_fp8(
     rotary_interleaved: bool,
     smooth: bool,
     block_size: int,
+    transpose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, seqlen, num_heads, head_dim = x.shape
     x8_head_dim = head_dim if signs is None else signs.shape[0]
-    x8 = x.new_empty((batch, seqlen, num_heads, x8_head_dim), dtype=fp8_portable.E4M3)
+    x8_shape = (batch, seqlen, num_heads, x8_head_dim)
+    if transpose:
+        x8_shape = (batch, num_heads, x8_head_dim, fp8_portable.num_transposed_keys(seqlen))
+    x8 = x.new_empty(x8_shape, dtype=fp8_portable.E4M3)
     num_blocks = fp8_portable.num_scales(seqlen, block_size)
     descale = x.new_empty((batch, num_heads, num_blocks), dtype=torch.float32)
     return x8, descale, x.new_empty((batch, num_heads, head_dim) if smooth else (0,), dtype=torch.float32)
@@ -220,8 +225,8 @@ def forward_flops(q_shape, k_shape, v_shape, softmax_scale, causal, *args, out_s
 def fp8_forward_flops(
     q_shape, k_shape, v_shape, q_descale_shape, k_descale_shape, v_descale_shape, softmax_scale, causal, *args, **kwargs
 ) -> int:
-    """As the 16-bit forward: scales and rounding are not counted."""
-    return forward_flops(q_shape, k_shape, v_shape, softmax_scale, causal)
+    """As the 16-bit forward: scales and rounding are not counted. v has k's head_dim, but not last where transposed."""
+    return forward_flops(q_shape, k_shape, k_shape, softmax_scale, causal)
 
 
 def backward_flops(

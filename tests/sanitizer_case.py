@@ -46,8 +46,10 @@ def backward() -> None:
 def fp8() -> None:
     """The quantiser and the FP8 forward."""
     for tile, (seqlen_q, seqlen_k), causal in itertools.product(FWD_FP8_TILES.values(), SHAPES, (False, True)):
-        q, k, v = inputs(seqlen_q, seqlen_k, tile.head_dim)
-        check(*fa3.flash_attn_fp8_func(q, k, v, causal=causal, return_lse=True))
+        x = fa3.quantize_fp8(*inputs(seqlen_q, seqlen_k, tile.head_dim), v_transposed=tile.v_transposed)
+        scales = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
+        options = {"causal": causal, "v_transposed": tile.v_transposed, "return_lse": True}
+        check(*fa3.flash_attn_func(x.q, x.k, x.v, **scales, **options))
 
 
 def quantize() -> None:
@@ -64,6 +66,10 @@ def quantize() -> None:
             signs = torch.ones(width).cuda() if smooth else None
             x8, descale, mean = torch.ops.fa3.quantize_fp8(x, signs, cos, sin, interleaved, smooth, block_size)
             check(x8.cpu().float(), descale, mean)
+    for width, seqlen, block_size in itertools.product((64, 128, 256), (130, 1), (128, 0)):
+        v = torch.randn(2, seqlen, 3, width).bfloat16().cuda()
+        v8, descale, _ = torch.ops.fa3.quantize_fp8(v, None, None, None, False, False, block_size, True)
+        check(v8.cpu().float(), descale)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_signature_is_upstreams():
     parameters = list(inspect.signature(fa3.flash_attn_func).parameters.values())
     positional = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert [(p.name, p.default) for p in positional] == list(UPSTREAM.items())
-    assert [p.name for p in parameters[len(UPSTREAM) :]] == ["return_lse", "out_dtype"]
+    assert [p.name for p in parameters[len(UPSTREAM) :]] == ["return_lse", "out_dtype", "v_transposed"]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[len(UPSTREAM) :])
 
 
@@ -242,7 +242,7 @@ def test_explain_hopper(monkeypatch):
     module = sys.modules["fa3._explain"]
     monkeypatch.setattr(module, "choose_path", lambda device: "hopper")
     rows = {64: (0, -1), 72: (1, 2), 136: (-1, -1)}
-    monkeypatch.setattr(module, "_selected_rows", lambda dtype, head_dim, seqlen_k, causal: rows[head_dim])
+    monkeypatch.setattr(module, "_selected_rows", lambda dtype, head_dim, *rest: rows[head_dim])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

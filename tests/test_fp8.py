@@ -10,12 +10,13 @@ import pytest
 import reference
 import torch
 from cases import Case, ids
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa3
 from fa3 import fp8, fp8_portable, ops
-from fa3.fp8_portable import E4M3, FP8_BLOCK, hadamard, rotate
+from fa3.fp8_portable import E4M3, FP8_BLOCK, hadamard, rotate, transpose_v, untranspose_v
 
 SIGNS = {size: fp8._signs(7, size, torch.device("cpu")) for size in (64, 128, 256)}
 
@@ -224,6 +225,163 @@ def test_nan_propagates(where):
         assert out[0, 150:, 1, 3].isnan().all()
         out[0, :, 1, 3] = expected[0, :, 1, 3] = 0.0
     assert torch.equal(out.isnan(), expected.isnan())
+
+
+# --- transposed V
+
+
+def transposed_by_its_definition(v: torch.Tensor) -> torch.Tensor:
+    """The layout that the kernel reads, one position after the other."""
+    batch, seqlen, num_heads, head_dim = v.shape
+    lines = torch.zeros(batch, num_heads, head_dim, 128 * math.ceil(seqlen / 128), dtype=torch.uint8)
+    for position in range(lines.shape[3]):
+        p = position % 16
+        key = position - p + 8 * (p % 4 // 2) + 2 * (p // 4) + p % 2
+        if key < seqlen:
+            lines[..., position] = v.view(torch.uint8)[:, key]
+    return lines.view(E4M3)
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_order_of_transposed_keys():
+    keys = torch.arange(32, dtype=torch.uint8)[None, :, None, None].view(E4M3)
+    line = transpose_v(keys).view(torch.uint8).flatten().tolist()
+    order = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    assert line == order + [16 + key for key in order] + [0] * 96
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 16, 100, 128, 300])
+def test_transposition_of_v(seqlen):
+    v = torch.randint(256, (2, seqlen, 3, 16), dtype=torch.uint8).view(E4M3)
+    transposed = transpose_v(v)
+    assert equal_bits(transposed, transposed_by_its_definition(v))
+    assert equal_bits(untranspose_v(transposed, seqlen), v)
+
+
+@pytest.mark.parametrize("block_size", [FP8_BLOCK, None])
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("seqlen", [0, 1, 16, 100, 128, 300])
+def test_quantiser_writes_v_transposed(seqlen, head_dim, block_size):
+    """The same values and scales as row-major, to the bit, and zeros after the last key."""
+    inputs = Case(seqlen_q=5, seqlen_k=seqlen, num_heads_q=4, head_dim=head_dim).inputs(torch.bfloat16, "cpu")
+    row_major = fa3.quantize_fp8(*inputs, block_size=block_size)
+    x = fa3.quantize_fp8(*inputs, block_size=block_size, v_transposed=True)
+    padded = 64 if head_dim == 64 else 128
+    assert (x.v.dtype, x.v.shape, x.v.is_contiguous()) == (E4M3, (2, 2, padded, math.ceil(seqlen / 128) * 128), True)
+    assert equal_bits(x.v, transposed_by_its_definition(row_major.v))
+    assert (x.v.float().count_nonzero(-1) <= seqlen).all()
+    for name in ("q", "k", "q_descale", "k_descale", "v_descale"):
+        assert equal_bits(getattr(x, name), getattr(row_major, name)), name
+
+
+def sliced(v: torch.Tensor) -> torch.Tensor:
+    """Every second head of a tensor with NaN elsewhere."""
+    batch, num_heads, head_dim, keys = v.shape
+    around = torch.full((batch, 2 * num_heads, head_dim + 1, keys + 16), 0x7F, dtype=torch.uint8).view(E4M3)
+    inner = around[:, ::2, :head_dim, :keys]
+    return inner.copy_(v)
+
+
+TRANSPOSED_V_CASES = [
+    *(Fp8Case(seqlen_q=130, seqlen_k=200, head_dim=d, causal=c) for d in (16, 64, 96, 128, 256) for c in (False, True)),
+    Fp8Case(seqlen_q=200, seqlen_k=300, num_heads_q=6, causal=True, q_scales_of="KV heads"),
+    Fp8Case(seqlen_q=300, seqlen_k=130, num_heads_q=4, num_heads_kv=1, causal=True, scales="heads"),
+    Fp8Case(seqlen_q=1, seqlen_k=1, num_heads_q=4),
+    Fp8Case(seqlen_q=5, seqlen_k=0),
+    Fp8Case(batch=0, seqlen_q=5, seqlen_k=5),
+]
+
+
+@pytest.mark.parametrize("case", TRANSPOSED_V_CASES, **ids)
+def test_attention_with_v_transposed(case):
+    """The bits of row-major V, whatever the strides."""
+    (q, k, v), scales = case.fp8_inputs()
+    options = {"causal": case.causal, "return_lse": True, **scales}
+    expected = fa3.flash_attn_func(q, k, v, **options)
+    vt = transpose_v(v)
+    for strided in (vt, sliced(vt), vt.transpose(1, 2).contiguous().transpose(1, 2)):
+        for got, x in zip(fa3.flash_attn_func(q, k, strided, **options, v_transposed=True), expected, strict=True):
+            assert torch.equal(got, x)
+    one_head = fa3.flash_attn_func(q, k, v[:, :, :1].contiguous().expand(v.shape), **options)
+    expanded = vt[:, :1].contiguous().expand(vt.shape)
+    for got, x in zip(fa3.flash_attn_func(q, k, expanded, **options, v_transposed=True), one_head, strict=True):
+        assert torch.equal(got, x)
+
+
+@pytest.mark.parametrize(
+    ("incoherent", "head_dim", "transposed"),
+    [
+        *((True, d, d > 64) for d in (40, 64, 72, 128, 256)),
+        *((False, d, d > 64) for d in (48, 64, 80)),
+    ],
+)
+def test_fp8_attention_transposes_v_above_head_dim_64(incoherent, head_dim, transposed, monkeypatch):
+    """It is the head_dim after padding that decides, and neither way changes a bit."""
+    q, k, v = Case(seqlen_k=200, num_heads_q=4, head_dim=head_dim, causal=True).inputs(torch.bfloat16, "cpu")
+    forward, ways = ops.portable_fwd_fp8, []
+
+    def recorded(*arguments):
+        ways.append(arguments[-1])
+        return forward(*arguments)
+
+    monkeypatch.setattr(ops, "portable_fwd_fp8", recorded)
+    out = fa3.flash_attn_fp8_func(q, k, v, causal=True, incoherent=incoherent)
+    monkeypatch.setattr(fp8, "_ROW_MAJOR_V_HEAD_DIM", 256 if transposed else 0)
+    assert torch.equal(fa3.flash_attn_fp8_func(q, k, v, causal=True, incoherent=incoherent), out)
+    assert ways == [transposed, not transposed]
+
+
+@pytest.mark.parametrize("function", [fa3.flash_attn_func, fa3.explain])
+@pytest.mark.parametrize(
+    ("kind", "message", "shape"),
+    [
+        (
+            ValueError,
+            "v must have 4 dimensions (batch, num_heads_kv, head_dim, keys), got shape (2, 16, 384)",
+            (2, 16, 384),
+        ),
+        (ValueError, "v.shape[0] (batch) must equal q.shape[0] = 2, got 1", (1, 2, 16, 384)),
+        (
+            ValueError,
+            "v.shape[3] (keys) must equal ceil(300 / 128) * 128 = 384, got 300; fa3.quantize_fp8(..., v_tr",
+            (2, 2, 16, 300),
+        ),
+        (ValueError, "v.shape[3] (keys) must equal ceil(300 / 128) * 128 = 384, got 16; ", (2, 300, 2, 16)),
+        (ValueError, "v.shape[1] (num_heads_kv) must equal k.shape[2] = 2, got 4", (2, 4, 16, 384)),
+        (
+            NotImplementedError,
+            "v.shape[2] (head_dim_v) must equal q.shape[3] = 16, got 8; zero-pad v and slice the output",
+            (2, 2, 8, 384),
+        ),
+        (NotImplementedError, "v.shape[2] (head_dim_v) must equal q.shape[3] = 16, got 32", (2, 2, 32, 384)),
+    ],
+)
+def test_shapes_of_transposed_v(function, kind, message, shape):
+    arguments = fp8_arguments(v=torch.zeros(shape).to(E4M3), v_transposed=True)
+    if function is fa3.explain:
+        arguments = {name: arguments[name] for name in ("q", "k", "v", "v_transposed")}
+    with pytest.raises(kind, match="^" + re.escape(f"flash_attn_func: {message}")) as caught:
+        function(**arguments)
+    assert type(caught.value) is kind
+
+
+def test_strides_of_transposed_v():
+    v = torch.zeros(2, 2, 384, 16).to(E4M3).mT
+    message = "v must have a contiguous last dimension (stride 1), got stride 16; use v.contiguous()"
+    raises(ValueError, message, **fp8_arguments(v=v, v_transposed=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_v_transposed_is_for_fp8(dtype):
+    others = dict(zip("qkv", Case().inputs(dtype, "cpu"), strict=True))
+    raises(ValueError, f"v_transposed must be False for {dtype} inputs, got True", **others, v_transposed=True)
+
+
+def test_v_transposed_is_a_bool():
+    raises(TypeError, "v_transposed must be a bool, got int", **fp8_arguments(v_transposed=1))
 
 
 # --- what FP8 inputs are refused for
@@ -561,6 +719,14 @@ def test_options_of_the_quantiser(function, kind, message, options):
     raises(kind, message, function, **dict(zip("qkv", Case().inputs(torch.bfloat16, "cpu"), strict=True)), **options)
 
 
+def test_layout_of_v_is_an_option_of_the_quantiser_alone():
+    arguments = dict(zip("qkv", Case().inputs(torch.bfloat16, "cpu"), strict=True))
+    raises(TypeError, "v_transposed must be a bool, got NoneType", fa3.quantize_fp8, **arguments, v_transposed=None)
+    for function in (fa3.flash_attn_fp8_func, fa3.validate_fp8):
+        with pytest.raises(TypeError, match="v_transposed"):
+            function(**arguments, v_transposed=True)
+
+
 @pytest.mark.parametrize("function", [fa3.quantize_fp8, fa3.flash_attn_fp8_func])
 def test_inputs_of_the_quantiser(function):
     def inputs(dtype: torch.dtype = torch.bfloat16, **sizes) -> dict[str, torch.Tensor]:
@@ -743,11 +909,12 @@ OPCHECK_CASES = (
 )
 
 
-@pytest.mark.parametrize("out_fp16", [False, True])
+@pytest.mark.parametrize(("out_fp16", "v_transposed"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("case", OPCHECK_CASES, **ids)
-def test_opcheck_forward(case, out_fp16):
-    tensors, scales = case.fp8_inputs()
-    arguments = (*tensors, *scales.values(), 0.25, case.causal, out_fp16)
+def test_opcheck_forward(case, out_fp16, v_transposed):
+    (q, k, v), scales = case.fp8_inputs()
+    v = transpose_v(v) if v_transposed else v
+    arguments = (q, k, v, *scales.values(), 0.25, case.causal, out_fp16, v_transposed)
     # Not test_schema, which multiplies the inputs: torch has no product of e4m3 tensors.
     torch.library.opcheck(ops.portable_fwd_fp8, arguments, test_utils=OPCHECKS)
     for real, fake in zip(ops.portable_fwd_fp8(*arguments), ops._fake_forward_fp8(*arguments), strict=True):
@@ -756,11 +923,11 @@ def test_opcheck_forward(case, out_fp16):
 
 @pytest.mark.parametrize("seqlen", [0, 1, 130])
 @pytest.mark.parametrize("block_size", [FP8_BLOCK, 0])
-@pytest.mark.parametrize("everything", [False, True])
-def test_opcheck_quantiser(seqlen, block_size, everything):
+@pytest.mark.parametrize(("everything", "transpose"), [(False, False), (True, False), (False, True)])
+def test_opcheck_quantiser(seqlen, block_size, everything, transpose):
     x = torch.randn(2, 3, seqlen, 48).bfloat16().transpose(1, 2)
     rotary = random_rotary(seqlen, 16) if everything else (None, None)
-    arguments = (x, SIGNS[64] if everything else None, *rotary, everything, everything, block_size)
+    arguments = (x, SIGNS[64] if everything else None, *rotary, everything, everything, block_size, transpose)
     torch.library.opcheck(ops.portable_quantize_fp8, arguments)
     for real, fake in zip(ops.portable_quantize_fp8(*arguments), ops._fake_quantize_fp8(*arguments), strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
@@ -797,6 +964,24 @@ def test_compiled_with_scales():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_with_v_transposed():
+    """One compilation for the first lengths and one for all others (of more than one block)."""
+
+    def function(q, k, v):
+        x = fa3.quantize_fp8(q, k, v, v_transposed=True)
+        scales = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
+        return x.v, fa3.flash_attn_func(x.q, x.k, x.v, **scales, v_transposed=True), fa3.flash_attn_fp8_func(q, k, v)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for seqlen_q, seqlen_k in ((129, 130), (257, 150), (300, 256), (130, 513)):
+        inputs = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=4, head_dim=96).inputs(torch.bfloat16, "cpu")
+        for got, expected in zip(compiled(*inputs), function(*inputs), strict=True):
+            assert torch.equal(got.float(), expected.float())
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_straight_through():
     def function(q, k, v):
         return fa3.flash_attn_fp8_func(q, k, v, rotary=rotary, straight_through=True).square().sum()
@@ -813,13 +998,27 @@ def test_meta_tensors():
     q, k, v = (x.to("meta") for x in Case(head_dim=96).inputs(torch.float16, "cpu"))
     x = fa3.quantize_fp8(q, k, v, smooth_k=True)
     assert (x.v.shape, x.v.dtype, x.k_descale.shape) == ((2, 129, 2, 128), E4M3, (2, 2, 2))
+    assert fa3.quantize_fp8(q, k, v, v_transposed=True).v.shape == (2, 2, 128, 256)
     out, lse = fa3.flash_attn_fp8_func(q, k, v, return_lse=True)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 2, 129), torch.float32)
 
 
-def test_flop_counter_and_checkpointing():
+def test_fake_tensors_with_v_transposed():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v, *scales, _ = fa3.quantize_fp8(*Case().inputs(torch.bfloat16, "cpu"), v_transposed=True)
+        assert (v.shape, v.dtype, v.is_contiguous()) == ((2, 2, 64, 256), E4M3, True)
+        scales = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+        out, lse = fa3.flash_attn_func(q, k, v, **scales, v_transposed=True, return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 129, 2, 64), torch.bfloat16, (2, 2, 129), torch.float32)
+
+
+@pytest.mark.parametrize("v_transposed", [False, True])
+def test_flop_counter_and_checkpointing(v_transposed):
+    arguments = fp8_arguments()
+    if v_transposed:
+        arguments |= {"v": transpose_v(arguments["v"]), "v_transposed": True}
     with FlopCounterMode(display=False) as counter:
-        fa3.flash_attn_func(**fp8_arguments(), causal=True)
+        fa3.flash_attn_func(**arguments, causal=True)
     pairs = 2 * 4 * ops.visible_pairs(200, 300, causal=True)
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     assert counts == {"fa3.portable_fwd_fp8": 4 * pairs * 16}
@@ -831,6 +1030,7 @@ def test_explain():
     explanation = fa3.explain(q, k, v)
     assert (explanation.path, explanation.backward) == ("portable", "refused")
     assert "blocks of 128 keys" in str(explanation)
+    assert fa3.explain(q, k, transpose_v(v), v_transposed=True) == explanation
     with fa3.backend("hopper"):
         refused = fa3.explain(q, k, v)
     assert (refused.path, refused.backward) == ("refused", None)
@@ -841,3 +1041,28 @@ def test_explain_without_the_kernels(monkeypatch):
     monkeypatch.setattr("fa3.interface.choose_path", lambda *arguments: "hopper")
     monkeypatch.setattr(ops, "fwd_fp8", None)
     assert fa3.explain(q, k, v).path == "refused"
+
+
+def test_explain_hopper_with_v_transposed(monkeypatch):
+    """The library is asked for the kernel of the layout; and what TMA wants of v's strides it wants of this v's."""
+    table = [{"name": name, "head_dim": 128, "tile_m": 192, "tile_n": 128} for name in ("row-major", "transposed")]
+    monkeypatch.setattr("fa3._library.kernel_table", lambda: table)
+    monkeypatch.setattr("fa3.interface.choose_path", lambda *arguments: "hopper")
+    monkeypatch.setattr("fa3._explain.choose_path", lambda device: "hopper")
+    monkeypatch.setattr("fa3._explain._selected_rows", lambda *arguments: (int(arguments[-1]), -1))
+    monkeypatch.setattr(ops, "fwd_fp8", ops.portable_fwd_fp8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    (q, k, v), _ = Fp8Case(head_dim=128).fp8_inputs()
+    vt = transpose_v(v)
+    assert fa3.explain(q, k, v).kernel == table[0]
+    explanation = fa3.explain(q, k, vt, v_transposed=True)
+    assert (explanation.kernel, explanation.copies) == (table[1], [])
+    odd = torch.nn.functional.pad(vt.view(torch.uint8), (0, 3)).view(E4M3)[..., :256]
+    copies = fa3.explain(q, k, odd, v_transposed=True).copies
+    assert copies == ["v: stride 259 bytes of dimension 2 is not a multiple of 16"]
+    monkeypatch.setattr("fa3._explain._selected_rows", lambda *arguments: (-1, -1))
+    refused = fa3.explain(q, k, vt, v_transposed=True)
+    assert refused.path == "refused"
+    assert "head_dim 128 in torch.float8_e4m3fn with v transposed" in str(refused)

@@ -15,7 +15,7 @@ from tiles import FWD_FP8_TILES
 
 import fa3
 from fa3 import ops
-from fa3.fp8_portable import E4M3, FP8_BLOCK
+from fa3.fp8_portable import E4M3, FP8_BLOCK, transpose_v
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +54,17 @@ def gpu_inputs(case: Fp8Case) -> tuple[list[torch.Tensor], dict[str, torch.Tenso
     return tensors, {name: scale.sqrt().cuda() for name, scale in scales.items()}
 
 
+def attend(tensors: list[torch.Tensor], scales: dict[str, torch.Tensor], *, v_transposed: bool = False, **options):
+    """flash_attn_func, given V as it is or transposed."""
+    q, k, v = tensors
+    return fa3.flash_attn_func(
+        q, k, transpose_v(v) if v_transposed else v, **scales, **options, v_transposed=v_transposed
+    )
+
+
+each_tile = pytest.mark.parametrize("tile", FWD_FP8_TILES.values(), ids=lambda tile: tile.name)
+
+
 def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
@@ -75,6 +86,16 @@ def test_error_is_that_of_the_arithmetic(case):
     assert rms(out.double() - truth) <= allowed
     largest_score = options["softmax_scale"] * (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
     torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=2**-12 * largest_score + 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)
+def test_transposed_v_is_the_same_v(case):
+    """To the bit: the products and sums are the same, in the same order."""
+    tensors, scales = gpu_inputs(case)
+    options = {"causal": case.causal, "return_lse": True}
+    expected = attend(tensors, scales, **options)
+    got = attend(tensors, scales, v_transposed=True, **options)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -117,14 +138,15 @@ def test_scales_of_heads_are_scales_of_equal_blocks(head_dim):
     assert torch.equal(fa3.flash_attn_func(*tensors, **per_head), fa3.flash_attn_func(*tensors, **per_block))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_long_sums_do_not_drift(head_dim):
+@each_tile
+def test_long_sums_do_not_drift(tile):
     """131,072 equal scores return V: the tensor cores' short sums end with each tile."""
+    head_dim = tile.head_dim
     seqlen_k = 131072
     q, k = (torch.zeros(1, s, 1, head_dim, device="cuda").to(E4M3) for s in (70, seqlen_k))
     v = torch.rand(head_dim, device="cuda").to(E4M3).expand(1, seqlen_k, 1, head_dim)
     scales = {f"{name}_descale": torch.ones(1, 1, device="cuda") for name in "qkv"}
-    out = fa3.flash_attn_func(q, k, v, **scales)
+    out = attend([q, k, v], scales, v_transposed=tile.v_transposed)
     torch.testing.assert_close(out.float(), v[:, :1].float().expand(out.shape), rtol=2**-8, atol=0)
 
 
@@ -141,40 +163,44 @@ def test_many_small_weights_are_kept():
     torch.testing.assert_close(out.float(), torch.full_like(out, weight / (1 + weight)).float(), rtol=2**-4, atol=0)
 
 
-@pytest.mark.parametrize("tile", FWD_FP8_TILES.values(), ids=lambda tile: tile.name)
+@each_tile
 @pytest.mark.parametrize("causal", [False, True])
 def test_bytes_around_the_inputs_change_nothing(tile, causal):
-    case = Fp8Case(2, 130, 200, 4, 2, tile.head_dim, causal)
-    tensors, scales = gpu_inputs(case)
+    case = Fp8Case(2, 130, 200, 4, 2, tile.head_dim - 16, causal)
+    (q, k, v), scales = gpu_inputs(case)
+    tensors = [q, k, transpose_v(v) if tile.v_transposed else v]
+    options = scales | {"causal": causal, "return_lse": True, "v_transposed": tile.v_transposed}
 
     def surrounded(x: torch.Tensor) -> torch.Tensor:
-        batch, seqlen, num_heads, head_dim = x.shape
-        shape = (batch + 2, seqlen + 200, num_heads + 2, head_dim + 64)
+        batch, rows, columns, last = x.shape
+        shape = (batch + 2, rows + 200, columns + 200, last + 64)
         buffer = torch.full(shape, E4M3_NAN, dtype=torch.uint8, device="cuda")
-        inside = buffer[1:-1, 100:-100, 1:-1, 16:-48]
+        inside = buffer[1:-1, 100:-100, 100:-100, 16:-48]
         inside.copy_(x.view(torch.uint8))
         return inside.view(E4M3)
 
-    expected = fa3.flash_attn_func(*tensors, **scales, causal=causal, return_lse=True)
-    got = fa3.flash_attn_func(*map(surrounded, tensors), **scales, causal=causal, return_lse=True)
+    expected = fa3.flash_attn_func(*tensors, **options)
+    got = fa3.flash_attn_func(*map(surrounded, tensors), **options)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("v_transposed", [False, True])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_nan_propagates(name):
+def test_nan_propagates(name, v_transposed):
     tensors, scales = gpu_inputs(Fp8Case(1, 70, 300, 1, 1, 128))
     tensors["qkv".index(name)].view(torch.uint8)[0, 5, 0, 3] = E4M3_NAN
-    out = fa3.flash_attn_func(*tensors, **scales)
+    out = attend(tensors, scales, v_transposed=v_transposed)
     where = {"q": out[:, 5], "k": out, "v": out[..., 3]}[name]
     assert where.isnan().all()
 
 
-@pytest.mark.parametrize("tile", FWD_FP8_TILES.values(), ids=lambda tile: tile.name)
+@each_tile
 def test_equal_from_run_to_run(tile):
     tensors, scales = gpu_inputs(Fp8Case(2, 700, 900, 8, 4, tile.head_dim, True))
-    first = fa3.flash_attn_func(*tensors, **scales, causal=True)
+    options = {"causal": True, "v_transposed": tile.v_transposed}
+    first = attend(tensors, scales, **options)
     for _ in range(50):
-        assert torch.equal(fa3.flash_attn_func(*tensors, **scales, causal=True), first)
+        assert torch.equal(attend(tensors, scales, **options), first)
 
 
 def test_graph_replays_with_other_values():
@@ -190,12 +216,13 @@ def test_graph_replays_with_other_values():
     assert torch.equal(out, fa3.flash_attn_func(*others, **other_scales))
 
 
+@pytest.mark.parametrize("v_transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
-def test_empty(sizes):
+def test_empty(sizes, v_transposed):
     batch, seqlen_q, seqlen_k = sizes
     tensors = [torch.zeros(batch, s, 2, 64, device="cuda").to(E4M3) for s in (seqlen_q, seqlen_k, seqlen_k)]
     scales = {f"{name}_descale": torch.ones(batch, 2, device="cuda") for name in "qkv"}
-    out, lse = fa3.flash_attn_func(*tensors, **scales, return_lse=True)
+    out, lse = attend(tensors, scales, return_lse=True, v_transposed=v_transposed)
     assert out.shape == (batch, seqlen_q, 2, 64)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
@@ -208,12 +235,26 @@ def test_wrong_scales_are_refused_by_the_op():
         ops.fwd_fp8(*tensors, *wrong.values(), 1.0, False, False)
 
 
+def test_wrong_transposed_v_is_refused_by_the_op():
+    (q, k, v), scales = gpu_inputs(Fp8Case())
+    with pytest.raises(RuntimeError, match=r"fwd_fp8: v must have the shape \(batch, num_heads_kv, head_dim, whole"):
+        ops.fwd_fp8(q, k, v, *scales.values(), 1.0, False, False, True)
+
+
 def test_explain_names_the_kernel():
     (q, k, v), _ = gpu_inputs(Fp8Case(head_dim=96))
     explanation = fa3.explain(q, k, v)
     assert (explanation.path, explanation.backward) == ("hopper", "refused")
     assert explanation.kernel["name"] == "fwd_e4m3_hdim128"
     assert explanation.tile[1] == FP8_BLOCK
+
+
+@each_tile
+def test_explain_names_every_kernel(tile):
+    (q, k, v), _ = gpu_inputs(Fp8Case(head_dim=tile.head_dim))
+    explanation = fa3.explain(q, k, transpose_v(v) if tile.v_transposed else v, v_transposed=tile.v_transposed)
+    assert explanation.kernel["name"] == f"fwd_e4m3_{tile.name}"
+    assert not explanation.copies
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

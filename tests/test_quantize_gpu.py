@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fa3 import _library
+from fa3.fp8_portable import transpose_v
 
 pytestmark = pytest.mark.gpu
 
@@ -302,6 +303,22 @@ def test_tiny_and_huge_values(exponent):
     assert ((y - x).abs() <= x.abs() / 16 * 1.0001 + descale.max().item() * 2**-10).all()
 
 
+@pytest.mark.parametrize("view", [lambda x: x, offset_by_one, in_nan], ids=["contiguous", "offset", "in_nan"])
+@pytest.mark.parametrize("block_size", [BLOCK, 0])
+@pytest.mark.parametrize("seqlen", [*LENGTHS, 5000])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_transposed(head_dim, seqlen, block_size, view):
+    """The same values and scales, elsewhere, and zeros after the last row; every byte is written."""
+    arguments = Case(head_dim, seqlen, block_size=block_size).arguments()
+    x8, descale, _ = quantize(**arguments)
+    with nan_in_new_memory():
+        transposed = quantize(**arguments | {"x": view(arguments["x"]), "transpose": True})
+    expected = transpose_v(x8)
+    assert transposed[0].is_contiguous()
+    assert torch.equal(transposed[0].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(transposed[1], descale)
+
+
 # --- memory around the inputs and outputs
 
 
@@ -512,6 +529,8 @@ def signs(size: int, **options) -> dict:
         (lambda x: signs(192), r"signs must have 64, 128 or 256 entries, .* got \(192\)"),
         (lambda x: signs(128, dtype=x.dtype), "signs must be float32"),
         (lambda x: {"signs": torch.ones(128)}, "signs must be on a CUDA device"),
+        (lambda x: signs(128) | {"transpose": True}, "transpose must be false with signs, cos or smooth"),
+        (lambda x: {"smooth": True, "transpose": True}, "transpose must be false with signs, cos or smooth"),
         (lambda x: {"cos": tables(300, 64)["cos"]}, "sin must be given with cos, and only then, got cos alone"),
         (lambda x: {"sin": tables(300, 64)["sin"]}, "sin must be given with cos, and only then, got sin alone"),
         (lambda x: tables(299, 64), r"cos must have the shape \(at least 300, rotary_dim / 2\), got \(299, 64\)"),

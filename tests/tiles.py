@@ -52,7 +52,11 @@ class FwdFp8Tile:
 
     @property
     def head_dim(self) -> int:
-        return int(self.name.removeprefix("hdim"))
+        return int(re.match(r"hdim(\d+)", self.name)[1])
+
+    @property
+    def v_transposed(self) -> bool:
+        return self.stages_vt == 0
 
     @property
     def tile_m(self) -> int:

@@ -51,8 +51,16 @@ struct Pipeline {
     return reinterpret_cast<uint64_t*>(&full[state.stage]);
   }
 
-  // Consumer: waits until the data of the stage has landed.
+  // Consumer: waits until the data of the stage have landed.
   CUTLASS_DEVICE void wait(State const& state) { full[state.stage].wait(state.phase); }
+
+  // Consumer: whether they have. The answer takes some 80 cycles, which other work hides where it is asked for early.
+  CUTLASS_DEVICE bool landed(State const& state) const { return full[state.stage].test_wait(state.phase); }
+  CUTLASS_DEVICE void wait(State const& state, bool landed) {
+    if (!landed) {
+      wait(state);
+    }
+  }
 
   // Consumer: hands the stage back, once per warp, after the WGMMAs that read it have been waited for. The warp must be
   // converged, so that no lane still polls the stage's barrier.

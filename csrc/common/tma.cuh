@@ -86,6 +86,14 @@ CUTLASS_DEVICE void load_tile(CUtensorMap const& map, uint64_t* barrier, cute::T
   }
 }
 
+// Of a V that is transposed in global memory, (head_dim, keys): all channels of keys [key, key + kKeys), one slab.
+template <int kKeys, class Element>
+CUTLASS_DEVICE void load_keys(CUtensorMap const& map, uint64_t* barrier, cute::TMA::CacheHintSm90 cache_hint,
+                              Element* smem, int key, int head_idx, int batch_idx) {
+  static_assert(kKeys * sizeof(Element) == 128);
+  cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cache_hint), smem, key, 0, head_idx, batch_idx);
+}
+
 // Adds `bytes` of floats in shared memory to global memory, 16-byte aligned, as part of the current bulk group.
 CUTLASS_DEVICE void reduce_add(float* global, float const* smem, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"

@@ -36,6 +36,7 @@ struct FwdConfig {
   using OutElement = Element;
   using Params = FwdKernelParams;
   static constexpr bool kFp8 = false;
+  static constexpr bool kVTransposed = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumerWarpgroups = kTile.consumer_warpgroups;
   static constexpr int kTileM = kConsumerWarpgroups * kRowsPerWarpgroup;

@@ -1,7 +1,8 @@
 // What is fixed when an FP8 forward kernel is compiled. The 16-bit kernels' are in fwd/config.h.
 //
 // WGMMA takes FP8 operands only with the dimension that a product sums over contiguous, and P V sums over keys: V is
-// transposed in shared memory, tile by tile, by warps of the producer's warpgroup (fwd/transpose_v.cuh).
+// transposed in shared memory, tile by tile, by warps of the producer's warpgroup (fwd/transpose_v.cuh), or comes so
+// from the quantiser (kVTransposed).
 #pragma once
 
 #include "fwd/config.h"
@@ -15,6 +16,16 @@ struct FwdFp8KernelParams : FwdKernelParams {
   int q_scales_group;  // query heads that share a scale of q
   bool out_fp16;       // else bfloat16
 };
+
+// `first` if kFirst, else `second`.
+template <bool kFirst, class First, class Second>
+CUTLASS_DEVICE auto& either(First& first, Second& second) {
+  if constexpr (kFirst) {
+    return first;
+  } else {
+    return second;
+  }
+}
 
 template <int kHeadDim_, FwdFp8Tile kTile>
 struct FwdFp8Config {
@@ -32,6 +43,8 @@ struct FwdFp8Config {
   static constexpr int kStagesK = kTile.stages_k;
   static constexpr int kStagesV = kTile.stages_v;
   static constexpr int kStagesVt = kTile.stages_vt;
+  static constexpr bool kVTransposed = kStagesVt == 0;
+  static constexpr int kStagesPv = kVTransposed ? kStagesV : kStagesVt;  // of V as P V reads it
   static constexpr bool kOutReplacesQ = false;
   static constexpr int kOutSlabs = kTile.out_slabs;
   static constexpr bool kOverlaps = kTile.overlaps;
@@ -40,19 +53,23 @@ struct FwdFp8Config {
   static constexpr int kPvParts = kHeadDim / kPvColumns;
   // Parts of P V that are under way together, in the place of S.
   static constexpr int kPvBuffers = kOverlaps ? 1 : kTileN / kPvColumns;
-  // Of the softmax. Two are 3 to 5 % faster, but for head_dim 256, where ptxas then keeps the scales in ordinary
-  // registers, whose reads WGMMA competes with.
-  static constexpr int kRowsAtOnce = kHeadDim == 256 ? 1 : 2;
+  // Of the softmax. Two are 3 to 5 % faster, but where ptxas then keeps the scales in ordinary registers, whose reads
+  // WGMMA competes with.
+  static constexpr int kRowsAtOnce = kHeadDim == 256 && !kVTransposed ? 1 : 2;
+  // K and V are asked for before they are needed (Pipeline::landed): 2 % faster at head_dim 256, slower elsewhere.
+  static constexpr bool kAsksEarly = kHeadDim == 256 && kVTransposed;
   static_assert(kHeadDim % kPvColumns == 0 && kPvBuffers <= kPvParts && (!kOverlaps || kPvParts == 1));
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
   static constexpr int kNumThreads = (1 + kConsumerWarpgroups) * cutlass::NumThreadsPerWarpGroup;
-  static constexpr int kVReaderWarps = cutlass::NumWarpsPerWarpGroup - 1;     // the transposers
+  static constexpr int kTransposerWarps = cutlass::NumWarpsPerWarpGroup - 1;
+  static constexpr int kVReaderWarps = kVTransposed ? kConsumerWarps : kTransposerWarps;
   static constexpr int kTransposesAtOnce = kConsumerWarpgroups == 2 ? 4 : 2;  // as their registers allow
 
   static constexpr int kEntryRegisters = 65536 / kNumThreads / 8 * 8;
   static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
+  // With more than 224 ptxas does not keep V's scales in uniform registers (as for kRowsAtOnce): 1 to 2 % slower.
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 2 ? (kVTransposed ? 224 : 232) : 160;
   static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters <=
                     (1 + kConsumerWarpgroups) * kEntryRegisters,
                 "setmaxnreg would wait for ever for registers that the CTA does not have");
@@ -68,9 +85,9 @@ struct FwdFp8Config {
   using PvColumns = cute::Int<kPvColumns>;
   using LayoutQ = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::_64, HeadDim, cute::Int<kStagesQ>>{}));
   using LayoutK = decltype(cute::tile_to_shape(Atom{}, cute::Shape<TileN, HeadDim, cute::Int<kStagesK>>{}));
-  // (kHeadDim, kTileN, kStagesVt): a line of 128 bytes per channel, the keys permuted as P has them.
+  // (kHeadDim, kTileN, kStagesPv): a line of 128 bytes per channel, the keys permuted as P has them.
   using LayoutVt = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                                cute::Shape<HeadDim, TileN, cute::Int<kStagesVt>>{}));
+                                                cute::Shape<HeadDim, TileN, cute::Int<kStagesPv>>{}));
 
   // S (64, kTileN) = Q K^T, both operands from shared memory.
   using MmaQK = decltype(cute::make_tiled_mma(

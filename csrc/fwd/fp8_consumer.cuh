@@ -48,8 +48,11 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   typename Config::MmaQK mma_qk;
   typename Config::MmaPV mma_pv;
   Tensor sQ = make_tensor(make_smem_ptr(smem.q[warpgroup_idx][0]), typename Config::LayoutQ{});
-  Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename Config::LayoutK{});     // (kTileN, kHeadDim, stages)
-  Tensor sVt = make_tensor(make_smem_ptr(smem.vt[0]), typename Config::LayoutVt{});  // (kHeadDim, kTileN, stages)
+  Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename Config::LayoutK{});  // (kTileN, kHeadDim, stages)
+  // What P V reads: V as it came, or what the transposers made of it.
+  auto& vt = either<Config::kVTransposed>(smem.v, smem.vt);
+  auto& pipeline_v = either<Config::kVTransposed>(smem.pipeline_v, smem.pipeline_vt);
+  Tensor sVt = make_tensor(make_smem_ptr(vt[0]), typename Config::LayoutVt{});  // (kHeadDim, kTileN, stages)
   Tensor tSrQ = mma_qk.get_slice(0).partition_fragment_A(sQ);
   Tensor tSrK = mma_qk.get_slice(0).partition_fragment_B(sK);
   Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, typename Config::TileN>{});
@@ -60,10 +63,9 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
 
   auto& pipeline_q = smem.pipeline_q[warpgroup_idx];
   auto& pipeline_k = smem.pipeline_k;
-  auto& pipeline_v = smem.pipeline_vt;
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesK> k_state;
-  PipelineState<Config::kStagesVt> v_state;
+  PipelineState<Config::kStagesPv> v_state;
 
   ScaledSoftmax softmax;
   float correction[kRowsPerThread];
@@ -89,7 +91,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   };
   auto const issue_pv = [&](auto part, FragmentPV& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
     Tensor tOrV = mma_pv.get_slice(0).partition_fragment_B(
-        local_tile(sVt, Shape<typename Config::PvColumns, typename Config::TileN, Int<Config::kStagesVt>>{},
+        local_tile(sVt, Shape<typename Config::PvColumns, typename Config::TileN, Int<Config::kStagesPv>>{},
                    make_coord(part, _0{}, _0{})));
     gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
   };
@@ -168,15 +170,20 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
 
     if constexpr (!Config::kOverlaps) {
+      bool v_landed = false;
       // One loop, left in the middle: with the last P V after it, ptxas spills.
       while (true) {
         Schedule::wait_turn(warpgroup_idx);
-        pipeline_v.wait(v_state);
+        pipeline_v.wait(v_state, v_landed);
+        bool k_landed = false;
         // Part p is added to O when kPvBuffers - 1 more are under way.
         constexpr int kParts = Config::kPvParts, kAhead = Config::kPvBuffers - 1;
         for_each(make_int_sequence<kParts + kAhead>{}, [&](auto step) CUTLASS_LAMBDA_FUNC_INLINE {
           if constexpr (step < kParts) {
             issue_pv(step, tOrPV[step % Config::kPvBuffers]);
+          }
+          if constexpr (Config::kAsksEarly && step == kParts - 1) {
+            k_landed = pipeline_k.landed(k_state);
           }
           if constexpr (step == 0) {
             rescale_o();
@@ -195,13 +202,16 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
           break;
         }
         --n_block;
-        pipeline_k.wait(k_state);
+        pipeline_k.wait(k_state, k_landed);
         issue_qk();
         Schedule::pass_turn(warpgroup_idx);
         scale = qk_scale_log2(n_block);
         v_scale = v_scale_of(n_block);
         warpgroup_wait<0>();
         release_k();
+        if constexpr (Config::kAsksEarly) {
+          v_landed = pipeline_v.landed(v_state);
+        }
         mask_and_update_max(n_block, scale);
         softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
       }

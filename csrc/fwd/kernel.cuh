@@ -1,7 +1,7 @@
 // Forward: out = softmax(Q K^T * softmax_scale) V and lse (FlashAttention-3, arXiv 2407.08608). Read this file first.
 //
 //   warpgroup 0        producer: one warp issues all TMA loads (fwd/producer.cuh)
-//                      FP8: the other three transpose V (fwd/transpose_v.cuh)
+//                      FP8: the other three transpose V, unless it comes so (fwd/transpose_v.cuh)
 //   warpgroups 1..     consumers: 64 query rows each (fwd/consumer.cuh, fwd/epilogue.cuh)
 //                      FP8: fwd/fp8_consumer.cuh
 #pragma once
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
     smem.pipeline_k.init(Config::kConsumerWarps);
     smem.pipeline_v.init(Config::kVReaderWarps);
-    if constexpr (Config::kFp8) {
-      smem.pipeline_vt.init(Config::kConsumerWarps, Config::kVReaderWarps);
+    if constexpr (Config::kFp8 && !Config::kVTransposed) {
+      smem.pipeline_vt.init(Config::kConsumerWarps, Config::kTransposerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (warp_idx == 0 && cute::elect_one_sync()) {
       produce<Config>(params, smem);
     }
-    if constexpr (Config::kFp8) {
+    if constexpr (Config::kFp8 && !Config::kVTransposed) {
       if (warp_idx > 0) {
         transpose_v<Config>(params, smem, warp_idx - 1);
       }

@@ -16,8 +16,8 @@ std::vector<FwdKernel>& registry() {
 
 FwdKernelRegistration::FwdKernelRegistration(FwdKernel const& kernel) {
   auto const before = [](FwdKernel const& a, FwdKernel const& b) {
-    return std::tie(a.info.dtype, a.info.head_dim, a.info.tile_m, a.info.tile_n) <
-           std::tie(b.info.dtype, b.info.head_dim, b.info.tile_m, b.info.tile_n);
+    return std::tie(a.info.dtype, a.v_transposed, a.info.head_dim, a.info.tile_m, a.info.tile_n) <
+           std::tie(b.info.dtype, b.v_transposed, b.info.head_dim, b.info.tile_m, b.info.tile_n);
   };
   auto& kernels = registry();
   kernels.insert(std::upper_bound(kernels.begin(), kernels.end(), kernel, before), kernel);
@@ -25,10 +25,10 @@ FwdKernelRegistration::FwdKernelRegistration(FwdKernel const& kernel) {
 
 std::vector<FwdKernel> const& fwd_kernels() { return registry(); }
 
-FwdKernel const* select_fwd_kernel(Dtype dtype, int head_dim, int seqlen_k, bool causal) {
+FwdKernel const* select_fwd_kernel(Dtype dtype, int head_dim, int seqlen_k, bool causal, bool v_transposed) {
   FwdKernel const* selected = nullptr;
   for (FwdKernel const& kernel : registry()) {
-    if (kernel.info.dtype != dtype || kernel.info.head_dim < head_dim) {
+    if (kernel.info.dtype != dtype || kernel.v_transposed != v_transposed || kernel.info.head_dim < head_dim) {
       continue;
     }
     if (selected != nullptr && kernel.info.head_dim != selected->info.head_dim) {

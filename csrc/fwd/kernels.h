@@ -12,6 +12,7 @@ namespace fa3 {
 
 struct FwdKernel {
   KernelInfo info;
+  bool v_transposed;      // in global memory (FP8 only)
   int max_seqlen_k_full;  // the longest seqlen_k that it is meant for
   int max_seqlen_k_causal;
   void (*launch)(FwdParams const&, cudaStream_t);
@@ -20,8 +21,8 @@ struct FwdKernel {
 // All kernels of this build, by dtype, head_dim and size of the tile.
 std::vector<FwdKernel> const& fwd_kernels();
 
-// The kernel that a call takes, or nullptr when none was built for its dtype and head_dim.
-FwdKernel const* select_fwd_kernel(Dtype dtype, int head_dim, int seqlen_k, bool causal);
+// The kernel that a call takes, or nullptr when none was built for its dtype, head_dim and layout of V.
+FwdKernel const* select_fwd_kernel(Dtype dtype, int head_dim, int seqlen_k, bool causal, bool v_transposed);
 
 // Each kernel's source file has one of these, so that a build may leave files out.
 struct FwdKernelRegistration {

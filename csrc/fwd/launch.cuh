@@ -11,6 +11,20 @@ namespace fa3 {
 // K and V of the heads that run together should stay in the L2 (50 MB on H100, 60 MB on H200).
 constexpr int64_t kL2BudgetBytes = 32 << 20;
 
+// A transposed V is (batch, num_heads_kv, head_dim, keys), whose rows are channels.
+template <class Config>
+CUtensorMap v_tensor_map(FwdParams const& params) {
+  using Element = typename Config::Element;
+  if constexpr (Config::kVTransposed) {
+    int const num_keys = (params.seqlen_k + Config::kTileN - 1) / Config::kTileN * Config::kTileN;
+    return make_tensor_map<Element, Config::kTileN>(params.v, num_keys, params.head_dim, params.num_heads_kv,
+                                                    params.batch, Config::kHeadDim);
+  } else {
+    return make_tensor_map<Element, Config::kSlabColumns>(params.v, params.head_dim, params.seqlen_k,
+                                                          params.num_heads_kv, params.batch, Config::kTileN);
+  }
+}
+
 template <class Config>
 void launch_fwd(FwdParams const& params, cudaStream_t stream) {
   using Element = typename Config::Element;
@@ -28,8 +42,7 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
                                                           params.num_heads_q, params.batch, kRowsPerWarpgroup),
       .k = make_tensor_map<Element, Config::kSlabColumns>(params.k, params.head_dim, params.seqlen_k,
                                                           params.num_heads_kv, params.batch, Config::kTileN),
-      .v = make_tensor_map<Element, Config::kSlabColumns>(params.v, params.head_dim, params.seqlen_k,
-                                                          params.num_heads_kv, params.batch, Config::kTileN),
+      .v = v_tensor_map<Config>(params),
       .out = make_tensor_map<typename Config::OutElement, Config::kOutSlabColumns>(
           params.out, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch, kRowsPerWarp),
       .lse = params.lse,
@@ -74,6 +87,7 @@ FwdKernel fwd_kernel_row(char const* name, Dtype dtype, int max_seqlen_k_full, i
               .consumer_warpgroups = Config::kConsumerWarpgroups,
               .smem_bytes = Config::kSmemBytes,
           },
+      .v_transposed = Config::kVTransposed,
       .max_seqlen_k_full = max_seqlen_k_full,
       .max_seqlen_k_causal = max_seqlen_k_causal,
       .launch = launch_fwd<Config>,

@@ -3,7 +3,7 @@
 // pipeline     filled by        full arrivals     freed by                  empty arrivals
 // q[w]         producer warp    1 + bytes (TMA)   consumer warpgroup w      one per warp of w
 // k, v         producer warp    1 + bytes (TMA)   all consumer warpgroups   one per consumer warp
-//                                                 FP8: V by the transposers   one per transposer warp
+//                                                 FP8: V by the transposers   one per transposer warp, if there are any
 //                                                 (fwd/transpose_v.cuh)
 //
 // Loads go out in the order in which their stages come free. The consumers overlap a tile's last P V with the next
@@ -43,8 +43,14 @@ CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Conf
   };
   auto const load_v = [&](Block const& block) {
     uint64_t* barrier = smem.pipeline_v.acquire(v_state, Config::kBytesKV);
-    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(
-        params.v, barrier, CacheHint::EVICT_LAST, smem.v[v_state.stage], block.row, block.kv_head_idx, block.batch_idx);
+    if constexpr (Config::kVTransposed) {
+      load_keys<Config::kTileN>(params.v, barrier, CacheHint::EVICT_LAST, smem.v[v_state.stage], block.row,
+                                block.kv_head_idx, block.batch_idx);
+    } else {
+      load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(params.v, barrier, CacheHint::EVICT_LAST,
+                                                                        smem.v[v_state.stage], block.row,
+                                                                        block.kv_head_idx, block.batch_idx);
+    }
     v_state.advance();
   };
   auto const load_q = [&](Tile const& tile) {

@@ -42,16 +42,6 @@ CUTLASS_DEVICE void transpose_channels(uint8_t const* v, uint8_t* vt, int channe
   }
 }
 
-// `first` if kFirst, else `second`.
-template <bool kFirst, class First, class Second>
-CUTLASS_DEVICE auto& either(First& first, Second& second) {
-  if constexpr (kFirst) {
-    return first;
-  } else {
-    return second;
-  }
-}
-
 // Transposes what the producer brings, in its order.
 template <class Config>
 CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename Config::SharedStorage& smem,
@@ -78,7 +68,7 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
       auto* vt = reinterpret_cast<uint8_t*>(smem.vt[vt_state.stage]);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int channel = kTransposedChannels * transposer_idx; channel < Config::kHeadDim;
-           channel += kTransposedChannels * Config::kVReaderWarps) {
+           channel += kTransposedChannels * Config::kTransposerWarps) {
         transpose_channels<Config>(v, vt, channel);
       }
       cutlass::arch::fence_view_async_shared();  // V is written, then read by WGMMA

@@ -8,6 +8,7 @@
 
 #include "quantize/hadamard.cuh"
 #include "quantize/rotary.cuh"
+#include "quantize/store.cuh"
 
 namespace fa3 {
 
@@ -64,45 +65,6 @@ CUTLASS_DEVICE void with_channels(ThreadRow<Config> const& thread, float const* 
     for (int j = 0; j < 8; ++j) {
       x[i][j] = op(x[i][j], of_channels[j]);
     }
-  }
-}
-
-// Casts a warp's rows and writes them, half of the columns at a time, through shared memory so that a row's bytes go
-// out together. 8 bytes per thread: head_dim may be an odd multiple of 8.
-template <class Config>
-CUTLASS_DEVICE void store_rows(QuantizeParams const& params, HeadBlock const& tile, int first_row,
-                               ThreadRow<Config> const& thread, float factor, Vector const (&x)[8],
-                               typename Config::WarpSmem& smem) {
-  constexpr int kHalf = Config::kWidth / 2;
-  constexpr int kPieces = kHalf / 8;  // per row
-  int64_t const row_stride = int64_t(params.num_heads) * params.columns;
-  auto* out = static_cast<uint8_t*>(params.x8) + (int64_t(tile.batch_idx) * params.seqlen + first_row) * row_stride +
-              int64_t(tile.head_idx) * params.columns;
-  CUTLASS_PRAGMA_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      cutlass::Array<float, 16> scaled;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 16; ++j) {
-        scaled[j] = x[half * 4 + i * 2 + j / 8][j % 8] * factor;
-      }
-      auto const cast = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 16>::convert(scaled);
-      *reinterpret_cast<uint4*>(smem.x8 + swizzled_bytes<kHalf>(thread.row, thread.part * 32 + i * 16)) =
-          reinterpret_cast<uint4 const&>(cast);
-    }
-    __syncwarp();
-    CUTLASS_PRAGMA_UNROLL
-    for (int pass = 0; pass < Config::kRowsPerWarp; pass += 32 / kPieces) {
-      int const row = pass + thread.lane_idx / kPieces;
-      int const piece = thread.lane_idx % kPieces;
-      int const column = half * kHalf + piece * 8;
-      if (first_row + row < params.seqlen && column < params.columns) {
-        *reinterpret_cast<uint2*>(out + row * row_stride + column) =
-            *reinterpret_cast<uint2 const*>(smem.x8 + swizzled_bytes<kHalf>(row, piece * 8));
-      }
-    }
-    __syncwarp();
   }
 }
 
@@ -170,7 +132,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kCtasPerSm)
         params.descale[tile.head_batch] = descale;
       }
     }
-    store_rows<Config>(params, tile, first_row, thread, factor, x, warp_smem);
+    if (params.transpose) {
+      store_transposed<Config>(params, tile, tiles.num_blocks, thread, factor, x, smem);
+    } else {
+      store_rows<Config>(params, tile, first_row, thread, factor, x, warp_smem);
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "quantize/quantize.h"
 #include "torch_op.h"
@@ -51,7 +52,8 @@ void check_signs(ArgumentCheck const& check, Tensor const& x, Tensor const& sign
 
 std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<Tensor> const& signs,
                                                 std::optional<Tensor> const& cos, std::optional<Tensor> const& sin,
-                                                bool rotary_interleaved, bool smooth, int64_t block_size) {
+                                                bool rotary_interleaved, bool smooth, int64_t block_size,
+                                                bool transpose) {
   ArgumentCheck const check{"quantize_fp8"};
   Dtype const dtype = check_16_bits(check, "x", x);
   check_tensor(check, "x", x, "x", x.get_device(), x.scalar_type());
@@ -64,14 +66,18 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
   }
   check(block_size == 0 || block_size == kQuantizeBlock, "block_size", "be 0 or " + std::to_string(kQuantizeBlock),
         std::to_string(block_size));
+  check(!transpose || (!signs.has_value() && !cos.has_value() && !smooth), "transpose",
+        "be false with signs, cos or smooth: it is for V, which is only cast", "true");
   check_hopper(check, "x", x.get_device());
   CurrentDevice const current_device(x.get_device());
 
   int64_t const width = signs.has_value() ? signs->size(0) : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
   int64_t const columns = signs.has_value() ? width : head_dim;
-  int64_t const num_blocks = block_size == 0 ? 1 : (seqlen + kQuantizeBlock - 1) / kQuantizeBlock;
-  Tensor x8 = torch::stable::new_empty(x, {batch, seqlen, num_heads, columns}, ScalarType::Float8_e4m3fn);
-  Tensor descale = torch::stable::new_empty(x, {batch, num_heads, num_blocks}, ScalarType::Float);
+  int64_t const num_blocks = (seqlen + kQuantizeBlock - 1) / kQuantizeBlock;
+  std::vector<int64_t> const x8_shape = transpose ? std::vector{batch, num_heads, columns, num_blocks * kQuantizeBlock}
+                                                  : std::vector{batch, seqlen, num_heads, columns};
+  Tensor x8 = torch::stable::new_empty(x, x8_shape, ScalarType::Float8_e4m3fn);
+  Tensor descale = torch::stable::new_empty(x, {batch, num_heads, block_size == 0 ? 1 : num_blocks}, ScalarType::Float);
   Tensor mean = smooth ? torch::stable::new_empty(x, {batch, num_heads, head_dim}, ScalarType::Float)
                        : torch::stable::new_empty(x, {0}, ScalarType::Float);
   if (x.numel() == 0) {  // of no rows the largest value is 0, and so is the mean
@@ -84,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
     int64_t const size = is_needed ? per_head : 0;
     return torch::stable::new_empty(x, {batch, num_heads, size}, ScalarType::Float);
   };
-  Tensor const column_sums = scratch(smooth, (seqlen + kQuantizeBlock - 1) / kQuantizeBlock * head_dim);
+  Tensor const column_sums = scratch(smooth, num_blocks * head_dim);
   Tensor const amax = scratch(block_size == 0, 1);
   auto const floats = [](Tensor const& tensor) {
     return tensor.numel() == 0 ? nullptr : static_cast<float*>(tensor.data_ptr());
@@ -108,6 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
       .mean = floats(mean),
       .signs = signs.has_value() ? floats(*signs_aligned) : nullptr,
       .x8 = x8.data_ptr(),
+      .transpose = transpose,
       .descale = floats(descale),
       .column_sums = floats(column_sums),
       .amax = floats(amax),
@@ -129,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
 STABLE_TORCH_LIBRARY_FRAGMENT(fa3, m) {
   m.def(
       "quantize_fp8(Tensor x, Tensor? signs, Tensor? cos, Tensor? sin, bool rotary_interleaved, bool smooth, "
-      "int block_size) -> (Tensor x8, Tensor descale, Tensor mean)");
+      "int block_size, bool transpose=False) -> (Tensor x8, Tensor descale, Tensor mean)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fa3, CUDA, m) { m.impl("quantize_fp8", TORCH_BOX(&fa3::quantize_fp8)); }

@@ -7,7 +7,7 @@
 
 namespace fa3 {
 
-constexpr int kQuantizeBlock = 128;  // rows that share a scale
+constexpr int kQuantizeBlock = 128;  // rows that share a scale, and of a transposed x8
 
 // On the stream, for x of bfloat16 and of float16.
 void quantize_bf16(QuantizeParams const& params, cudaStream_t stream);
