@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import cases, report, runner, timing
 from fa3 import _library
+from fa3.fp8_portable import untranspose_v
 
 ROUNDS = 7
 BLOCK = 128  # rows that share a scale
@@ -34,10 +35,12 @@ class Variant:
     smooth: bool = False
     hadamard: bool = False
     block_size: int = BLOCK
+    transpose: bool = False
 
 
 VARIANTS = {
     "cast": Variant(rotary=False),
+    "transposed": Variant(rotary=False, transpose=True),  # as flash_attn_fp8_func does V
     "rotary": Variant(),
     "rotary-16bit": Variant(float_tables=False),
     "+hadamard": Variant(hadamard=True),
@@ -88,6 +91,7 @@ def arguments(variant: Variant, x: torch.Tensor, signs: torch.Tensor, cos: torch
         "rotary_interleaved": False,
         "smooth": variant.smooth,
         "block_size": variant.block_size,
+        "transpose": variant.transpose,
     }
 
 
@@ -120,10 +124,11 @@ def transformed(
     return y
 
 
-def worst_error(results: Tensors, expected: torch.Tensor) -> float:
+def worst_error(results: Tensors, expected: torch.Tensor, transpose: bool) -> float:
     """Largest relative error of a row of a head."""
     x8, descale, _ = results
-    seqlen = x8.shape[1]
+    seqlen = expected.shape[1]
+    x8 = untranspose_v(x8, seqlen) if transpose else x8
     descale = descale.expand(-1, -1, -(-seqlen // BLOCK)).repeat_interleave(BLOCK, dim=2)[:, :, :seqlen]
     return cases.worst_error(x8.double() * descale.transpose(1, 2)[..., None], expected)
 
@@ -134,7 +139,7 @@ def checked_variants(case: Case, device: str = "cuda") -> tuple[dict, dict[str, 
     calls, problems = {}, {}
     for name, variant in VARIANTS.items():
         given = arguments(variant, *inputs)
-        error_of = partial(worst_error, expected=transformed(**given))
+        error_of = partial(worst_error, expected=transformed(**given), transpose=variant.transpose)
         right, wrong = runner.checked_calls({name: partial(quantize, **given)}, error_of, TOLERANCE)
         calls, problems = calls | right, problems | wrong
     x = inputs[0]

@@ -20,6 +20,7 @@ from benchmarks.report import mask_name
 COLORS = {
     "fa3": "#d55e00",
     "fa3-deterministic": "#e69f00",
+    "fa3-transposed-v": "#9b2d00",
     "fa3-bf16": "#e69f00",
     "fa3-from-bf16": "#f0c27a",
     "torch-sdpa": "#56b4e9",

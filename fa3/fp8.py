@@ -26,9 +26,6 @@ from fa3.interface import _error, check_tensors, flash_attn_func, op_of_path, re
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Sizes of the Hadamard transform: powers of 2 that are head_dims of the kernels.
 _HADAMARD_SIZES = (64, 128, 256)
-# The largest head_dim at which flash_attn_fp8_func leaves v row-major. Transposed by the quantiser it makes the forward
-# 5 to 8 % faster at 128 and 256 (H200, CUDA 13.0); at 64 it is faster below seqlen 2k and slower above.
-_ROW_MAJOR_V_HEAD_DIM = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +101,7 @@ def quantize_fp8(
         smooth_k: subtracts from k its mean over rows, per batch, head and channel: all scores of a query change by the
             same amount, which softmax does not see, and a k with an offset keeps more digits. lse does see it: that
             of flash_attn_func is the one of the smoothed scores, less by softmax_scale * (q . k_mean).
-        v_transposed: True writes v as flash_attn_func(..., v_transposed=True) reads it, which is faster at head_dim
-            above 64, and at 64 below seqlen 2k.
+        v_transposed: True writes v as flash_attn_func(..., v_transposed=True) reads it, which is faster.
 
     Returns:
         q, k, v: float8_e4m3fn, contiguous, shapes as given with head_dim padded as above. With v_transposed v is
@@ -298,10 +294,8 @@ def _attend(
     options: _QuantizeOptions,
 ) -> tuple[Tensor, Tensor]:
     """out and lse; without exact_lse that of the smoothed scores."""
-    quantised_head_dim = _hadamard_size(q.shape[3]) if options.incoherent else q.shape[3]
-    v_transposed = quantised_head_dim > _ROW_MAJOR_V_HEAD_DIM
     *tensors, q_descale, k_descale, v_descale, transform = _quantize(
-        "flash_attn_fp8_func", q, k, v, options, v_transposed
+        "flash_attn_fp8_func", q, k, v, options, v_transposed=True
     )
     out, lse = flash_attn_func(
         *tensors,
@@ -312,7 +306,7 @@ def _attend(
         v_descale=v_descale,
         out_dtype=q.dtype if q.dtype == torch.float16 else None,
         return_lse=True,
-        v_transposed=v_transposed,
+        v_transposed=True,
     )
     if out.shape[3] != q.shape[3]:
         out = out[..., : q.shape[3]].contiguous()

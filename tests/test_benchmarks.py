@@ -27,6 +27,7 @@ from benchmarks.bench_training import Layer
 from benchmarks.cases import Case
 from benchmarks.providers import LOADERS, Provider, load_providers
 from benchmarks.timing import Timing
+from fa3.fp8_portable import transpose_v
 
 
 def test_grid_is_the_papers():
@@ -431,7 +432,8 @@ def quantize_by_blocks(**arguments):
     rows = arguments["block_size"] or y.shape[1]
     descale = torch.stack([block.abs().amax((1, 3)) / 448 for block in y.split(rows, dim=1)], dim=2)
     of_rows = descale.repeat_interleave(rows, dim=2)[:, :, : y.shape[1]].transpose(1, 2)
-    return (y / of_rows[..., None]).to(torch.float8_e4m3fn), descale.float(), None
+    x8 = (y / of_rows[..., None]).to(torch.float8_e4m3fn)
+    return transpose_v(x8) if arguments["transpose"] else x8, descale.float(), None
 
 
 @pytest.fixture

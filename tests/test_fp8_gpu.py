@@ -69,12 +69,10 @@ def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)
-def test_error_is_that_of_the_arithmetic(case):
+def check_error(case: Fp8Case, tensors: list[torch.Tensor], scales: dict, *, v_transposed: bool = False) -> None:
     """At most a quarter more than that of the simulation: the tensor cores add the products of a score with 14 bits."""
-    tensors, scales = gpu_inputs(case)
     options = {"causal": case.causal, "softmax_scale": case.head_dim**-0.5 / 4}
-    out, lse = fa3.flash_attn_func(*tensors, **scales, **options, return_lse=True)
+    out, lse = attend(tensors, scales, **options, v_transposed=v_transposed, return_lse=True)
     with fa3.backend("portable"):
         simulated = fa3.flash_attn_func(*tensors, **scales, **options)
     q, k, v = all_dequantised(tensors, scales)
@@ -86,6 +84,26 @@ def test_error_is_that_of_the_arithmetic(case):
     assert rms(out.double() - truth) <= allowed
     largest_score = options["softmax_scale"] * (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
     torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=2**-12 * largest_score + 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)
+def test_error_is_that_of_the_arithmetic(case):
+    check_error(case, *gpu_inputs(case))
+
+
+@each_tile
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", ["all", "every other"])
+def test_negative_scores(tile, causal, rows):
+    """Rows whose scores are all below 0: a kernel that compares scores as integers has a second way for these."""
+    case = Fp8Case(2, 300, 700, 4, 2, tile.head_dim, causal)
+    tensors, scales = gpu_inputs(case)
+    q, k, _ = (x.view(torch.uint8) for x in tensors)
+    q &= 0x7F
+    k |= 0x80
+    if rows == "every other":
+        q[:, ::2] |= 0x80
+    check_error(case, tensors, scales, v_transposed=tile.v_transposed)
 
 
 @pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)

@@ -11,8 +11,8 @@ CUTLASS_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-template <class Op>
-CUTLASS_DEVICE float quad_reduce(float x, Op op) {
+template <class T, class Op>
+CUTLASS_DEVICE T quad_reduce(T x, Op op) {
   x = op(x, __shfl_xor_sync(0xffffffff, x, 2));
   return op(x, __shfl_xor_sync(0xffffffff, x, 1));
 }

@@ -56,8 +56,10 @@ struct FwdFp8Config {
   // Of the softmax. Two are 3 to 5 % faster, but where ptxas then keeps the scales in ordinary registers, whose reads
   // WGMMA competes with.
   static constexpr int kRowsAtOnce = kHeadDim == 256 && !kVTransposed ? 1 : 2;
-  // K and V are asked for before they are needed (Pipeline::landed): 2 % faster at head_dim 256, slower elsewhere.
-  static constexpr bool kAsksEarly = kHeadDim == 256 && kVTransposed;
+  // What is 1 to 2 % faster with these and not with others, for ptxas's reasons (docs/design/fp8.md): K and V are asked
+  // for before they are needed (Pipeline::landed), and scores are compared as integers.
+  static constexpr bool kAsksEarly = kHeadDim >= 128 && kVTransposed;
+  static constexpr bool kMaxOfIntegers = kHeadDim == 128 && kVTransposed;
   static_assert(kHeadDim % kPvColumns == 0 && kPvBuffers <= kPvParts && (!kOverlaps || kPvParts == 1));
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;

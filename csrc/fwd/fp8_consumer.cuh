@@ -96,6 +96,9 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
   };
   auto const mask_and_update_max = [&](int n_block, float qk_scale_log2) CUTLASS_LAMBDA_FUNC_INLINE {
+    if constexpr (Config::kMaxOfIntegers) {
+      warpgroup_fence_operand(tSrS);  // else NVVM compares before the wait
+    }
     if (n_block >= unmasked_end) {
       int limit[kRowsPerThread];
       CUTLASS_PRAGMA_UNROLL
@@ -105,7 +108,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
       }
       mask_columns(tSrS, limit);
     }
-    softmax.update_max(tSrS, qk_scale_log2, correction);
+    softmax.template update_max<Config::kMaxOfIntegers>(tSrS, qk_scale_log2, correction);
   };
   // Makes O of the blocks before fit the maximum of the block whose P V is under way.
   auto const rescale_o = [&]() CUTLASS_LAMBDA_FUNC_INLINE {

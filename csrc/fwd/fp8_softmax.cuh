@@ -28,18 +28,25 @@ struct ScaledSoftmax {
 
   // As OnlineSoftmax::update, in two steps, for raw scores that `scale_log2` > 0 turns into exponents of 2. First the
   // maximum, and `correction` of what there is of earlier tiles.
-  template <class Scores>
+  template <bool kAsIntegers, class Scores>
   CUTLASS_DEVICE void update_max(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
-    auto s = rows_and_columns(scores);
+    float tile_max[kRowsPerThread];
+    if constexpr (kAsIntegers) {
+      max_as_integers(scores, tile_max);
+      bool is_wrong = false;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        is_wrong |= tile_max[i] < 0.f && row_max[i] < 0.f;
+      }
+      if (__any_sync(0xffffffff, is_wrong)) {
+        max_of_rows(scores, tile_max);
+      }
+    } else {
+      max_of_rows(scores, tile_max);
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      float max_even = s(i, 0), max_odd = s(i, 1);
-      CUTLASS_PRAGMA_UNROLL
-      for (int c = 2; c < decltype(cute::size<1>(s))::value; c += 2) {
-        max_even = fmaxf(max_even, s(i, c));
-        max_odd = fmaxf(max_odd, s(i, c + 1));
-      }
-      float const new_max = fmaxf(row_max[i], quad_reduce(fmaxf(max_even, max_odd), Max{}) * scale_log2);
+      float const new_max = fmaxf(row_max[i], tile_max[i] * scale_log2);
       correction[i] = exp2_approx(row_max[i] - finite_max(new_max));
       row_max[i] = new_max;
       row_sum[i] *= correction[i];
@@ -95,6 +102,42 @@ struct ScaledSoftmax {
   }
 
  private:
+  template <class Scores>
+  CUTLASS_DEVICE static void max_of_rows(Scores& scores, float (&max)[kRowsPerThread]) {
+    auto s = rows_and_columns(scores);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      float max_even = s(i, 0), max_odd = s(i, 1);  // two chains, to halve the latency
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 2; c < decltype(cute::size<1>(s))::value; c += 2) {
+        max_even = fmaxf(max_even, s(i, c));
+        max_odd = fmaxf(max_odd, s(i, c + 1));
+      }
+      max[i] = quad_reduce(fmaxf(max_even, max_odd), Max{});
+    }
+  }
+
+  // The same in half the instructions, as VIMNMX3 takes the largest of three integers. Floats that are not negative are
+  // ordered as their bits are, and those of negative ones are less: a result below 0 says only that the true one is
+  // too.
+  template <class Scores>
+  CUTLASS_DEVICE static void max_as_integers(Scores& scores, float (&max)[kRowsPerThread]) {
+    auto s = rows_and_columns(scores);
+    constexpr int kColumns = decltype(cute::size<1>(s))::value;
+    auto const larger = [](int a, int b) CUTLASS_LAMBDA_FUNC_INLINE { return a > b ? a : b; };
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      auto const bits = [&](int c) CUTLASS_LAMBDA_FUNC_INLINE { return __float_as_int(s(i, c)); };
+      int max_even = larger(bits(0), bits(1)), max_odd = larger(bits(2), bits(3));
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 4; c < kColumns; c += 4) {
+        max_even = __vimax3_s32(max_even, bits(c), bits(c + 1));
+        max_odd = __vimax3_s32(max_odd, bits(c + 2), bits(c + 3));
+      }
+      max[i] = __int_as_float(quad_reduce(larger(max_even, max_odd), larger));
+    }
+  }
+
   // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - max from being NaN.
   CUTLASS_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 };

@@ -43,10 +43,10 @@ constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, 512, 1024};
 constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0};
 
 constexpr FwdFp8Tile kFwdFp8Hdim64{3, 4, 3, 3, 1, 64, true};
-constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 3, 1, 64, false};
+constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 3, 2, 64, false};
 constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 2, 128, false};
-constexpr FwdFp8Tile kFwdFp8Hdim64Vt{3, 4, 4, 0, 1, 64, true};
-constexpr FwdFp8Tile kFwdFp8Hdim128Vt{3, 4, 4, 0, 1, 64, false};
-constexpr FwdFp8Tile kFwdFp8Hdim256Vt{2, 3, 2, 0, 2, 128, false};
+constexpr FwdFp8Tile kFwdFp8Hdim64Vt{3, 2, 2, 0, 1, 64, true};
+constexpr FwdFp8Tile kFwdFp8Hdim128Vt{3, 2, 2, 0, 2, 64, false};
+constexpr FwdFp8Tile kFwdFp8Hdim256Vt{2, 2, 2, 0, 4, 128, false};
 
 }  // namespace fa3
