@@ -59,7 +59,7 @@ struct FwdFp8Config {
   // What is 1 to 2 % faster with these and not with others, for ptxas's reasons (docs/design/fp8.md): K and V are asked
   // for before they are needed (Pipeline::landed), and scores are compared as integers.
   static constexpr bool kAsksEarly = kHeadDim >= 128 && kVTransposed;
-  static constexpr bool kMaxOfIntegers = kHeadDim == 128 && kVTransposed;
+  static constexpr bool kMaxOfIntegers = kAsksEarly;
   static_assert(kHeadDim % kPvColumns == 0 && kPvBuffers <= kPvParts && (!kOverlaps || kPvParts == 1));
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
