@@ -69,8 +69,18 @@ def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def check_error(case: Fp8Case, tensors: list[torch.Tensor], scales: dict, *, v_transposed: bool = False) -> None:
-    """At most a quarter more than that of the simulation: the tensor cores add the products of a score with 14 bits."""
+def check_error(
+    case: Fp8Case,
+    tensors: list[torch.Tensor],
+    scales: dict,
+    *,
+    v_transposed: bool = False,
+    score_error: float = 2**-12,
+) -> None:
+    """At most a quarter more than that of the simulation: the tensor cores add the products of a score with 14 bits.
+
+    score_error: that of a score, as a part of the largest that these norms allow.
+    """
     options = {"causal": case.causal, "softmax_scale": case.head_dim**-0.5 / 4}
     out, lse = attend(tensors, scales, **options, v_transposed=v_transposed, return_lse=True)
     with fa3.backend("portable"):
@@ -83,7 +93,7 @@ def check_error(case: Fp8Case, tensors: list[torch.Tensor], scales: dict, *, v_t
     allowed = 1.25 * rms(simulated.double() - truth) + 2**-8 * rms(truth)
     assert rms(out.double() - truth) <= allowed
     largest_score = options["softmax_scale"] * (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
-    torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=2**-12 * largest_score + 1e-4)
+    torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=score_error * largest_score + 1e-4)
 
 
 @pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)
@@ -103,7 +113,8 @@ def test_negative_scores(tile, causal, rows):
     k |= 0x80
     if rows == "every other":
         q[:, ::2] |= 0x80
-    check_error(case, tensors, scales, v_transposed=tile.v_transposed)
+    # The products of a score have one sign, and the tensor cores cut all of them off in the same direction.
+    check_error(case, tensors, scales, v_transposed=tile.v_transposed, score_error=2**-8)
 
 
 @pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)
