@@ -113,8 +113,10 @@ def test_negative_scores(tile, causal, rows):
     k |= 0x80
     if rows == "every other":
         q[:, ::2] |= 0x80
-    # The products of a score have one sign, and the tensor cores cut all of them off in the same direction.
-    check_error(case, tensors, scales, v_transposed=tile.v_transposed, score_error=2**-8)
+    # The products of a score have one sign, and the tensor cores cut all of them off in the same direction, once more
+    # for every 32 channels.
+    score_error = 2**-9 if tile.head_dim == 256 else 2**-10
+    check_error(case, tensors, scales, v_transposed=tile.v_transposed, score_error=score_error)
 
 
 @pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)

@@ -1,5 +1,5 @@
 // Where V is read and written when it is transposed for FP8, and which registers of S make an operand of P V. Integers
-// only, so that the tests can run it on the host.
+// only, so that the tests can run it on the host. Who transposes: fwd/transpose_v.cuh or quantize/store.cuh.
 //
 // P comes from an accumulator, whose thread (lane 4 g + q) holds of every 16 keys 2q, 2q+1, 8+2q and 8+2q+1; an FP8 A
 // operand wants four consecutive ones of it. So no P moves, and the keys of V are permuted instead:
