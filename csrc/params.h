@@ -98,12 +98,12 @@ struct RotaryArg {
 };
 
 struct QuantizeParams {
-  TensorArg x;  // (batch, seqlen, num_heads, head_dim), 16-byte aligned
+  TensorArg x;  // (batch, seqlen, num_heads, head_dim)
   RotaryArg rotary;
   float* mean;         // (batch, num_heads, head_dim), written and subtracted; nullptr: nothing is subtracted
   float const* signs;  // (width), of the Hadamard transform; nullptr: none
-  void* x8;            // e4m3 (batch, seqlen, num_heads, columns), contiguous
-  bool transpose;      // x8 is (batch, num_heads, columns, whole blocks of rows), as csrc/fwd/fp8_layout.h has V
+  TensorArg x8;        // e4m3 (batch, seqlen, num_heads, columns)
+  bool transpose;      // x8 is (batch, columns, num_heads, whole blocks of rows), as csrc/fwd/fp8_layout.h has V
   float* descale;      // (batch, num_heads, num_blocks), or, where amax is given, (batch, num_heads)
 
   // Scratch, of any content.

@@ -54,8 +54,8 @@ def fp8() -> None:
 
 def quantize() -> None:
     """Rotary halves of all columns and of some, and interleaved; tables of both types; with and without the rest."""
-    modes = ((False, 128), (True, 128), (True, 0))  # smooth, block_size
-    for width, seqlen, interleaved, (smooth, block_size) in itertools.product(
+    modes = ((False, False, 128), (True, False, 128), (True, True, 128), (True, True, 0))
+    for width, seqlen, interleaved, (transform, smooth, block_size) in itertools.product(
         (64, 128, 256), (130, 1), (False, True), modes
     ):
         for rotary_dim in (0, width // 2, width):
@@ -63,7 +63,7 @@ def quantize() -> None:
             cos, sin = torch.randn(2, seqlen, rotary_dim // 2).cuda() if rotary_dim else (None, None)
             if rotary_dim == width // 2:
                 cos, sin = cos.bfloat16(), sin.bfloat16()
-            signs = torch.ones(width).cuda() if smooth else None
+            signs = torch.ones(width).cuda() if transform else None
             x8, descale, mean = torch.ops.fa3.quantize_fp8(x, signs, cos, sin, interleaved, smooth, block_size)
             check(x8.cpu().float(), descale, mean)
     for width, seqlen, block_size in itertools.product((64, 128, 256), (130, 1), (128, 0)):

@@ -373,17 +373,15 @@ def quantiser(function: str, element: str, width: int) -> str:
 
 @pytest.mark.parametrize(("element", "width"), QUANTISERS)
 def test_quantiser(element, width):
-    """Stages of the Hadamard transform that are shuffled, and wide accesses of memory in whole."""
+    """Stages of the Hadamard transform that are shuffled, half of the values each, and rows that TMA moves."""
     names = [x.name for x in all_sass()[quantiser("quantize_fp8_kernel", element, width)]]
     shuffled_stages = {64: 0, 128: 1, 256: 2}[width]
-    assert sum(name.startswith("SHFL") for name in names) == 64 * shuffled_stages
-    assert sum("SATFINITE.E4M3" in name for name in names) == 2 * 64 // 2  # to rows, and to transposed V
-    copies = [name for name in names if name.startswith("LDGSTS")]
-    assert len(copies) >= 2 * 8  # a tile's rows, before the loop and in it
-    assert all(".128" in name for name in copies)
-    stores = [name for name in names if name.startswith("STG")]
-    assert (stores.count("STG.E.64"), stores.count("STG.E.128")) == (8, 4)  # rows, transposed V
-    assert len(stores) <= 8 + 4 + 2  # descale
+    assert sum(name.startswith("SHFL.BFLY") for name in names) == 32 * shuffled_stages
+    assert sum("SATFINITE.E4M3" in name for name in names) == 64 // 2
+    slabs = width // 64  # of x, of cosines and of sines: before the loop and in it
+    assert sum(name.startswith("UTMALDG.4D") for name in names) == 2 * 3 * slabs
+    assert sum(name.startswith("UTMASTG.4D") for name in names) == -(-width // 128) + 1  # rows, transposed V
+    assert sum(name.startswith("STG") for name in names) <= 2  # descale
     assert (names.count("LDSM.16.MT88.4"), names.count("STSM.16.M88.4")) == (4, 4)
 
 

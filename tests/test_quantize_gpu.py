@@ -99,6 +99,8 @@ def options_of(head_dim: int) -> list[Case]:
         replace(case, smooth=True),
         replace(case, width=width_of(head_dim)),
         replace(halves, **transform),
+        replace(halves, width=width_of(head_dim)),
+        replace(halves, width=width_of(head_dim), float_tables=False),
         replace(halves, **transform, interleaved=True),
         replace(case, **transform, rotary_dim=part),
     ]
@@ -107,7 +109,8 @@ def options_of(head_dim: int) -> list[Case]:
 OPTIONS = [case for head_dim in HEAD_DIMS for case in options_of(head_dim)]
 BOTH_SCALES = [replace(case, block_size=block_size) for case in OPTIONS for block_size in (BLOCK, 0)]
 EVERYTHING = [
-    Case(d, rotary_dim=d, smooth=True, width=d, block_size=block_size)
+    Case(d, rotary_dim=d, smooth=smooth, width=d, block_size=block_size)
+    for smooth in (True, False)  # without, one step does rotary embedding, signs and a stage of the transform
     for d in (64, 128, 256)
     for block_size in (BLOCK, 0)
 ]
@@ -251,7 +254,15 @@ def test_dequantised_values_are_near():
 
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
 @pytest.mark.parametrize(
-    "case", [Case(64), Case(128, width=128), Case(256, smooth=True), Case(96, rotary_dim=96)], **ids
+    "case",
+    [
+        Case(64),
+        Case(128, width=128),
+        Case(128, width=128, rotary_dim=128),
+        Case(256, smooth=True),
+        Case(96, rotary_dim=96),
+    ],
+    **ids,
 )
 def test_nan_propagates(case, block_size):
     """To the elements that depend on it, and not to the scale."""

@@ -33,6 +33,7 @@ constexpr int slab_columns(int head_dim, int element_bytes = 2) {
 template <class Element>
 constexpr CUtensorMapDataType tensor_map_type() {
   return sizeof(Element) == 1                       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : sizeof(Element) == 4                     ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
          : std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }

@@ -6,16 +6,22 @@
 namespace fa3 {
 
 // Sums over the rows of a warp, bit by bit of their numbers, the highest first: of what two lanes have, each gives one
-// half away and adds the other's. In the end a lane has the sums of 64 / kRowsPerWarp registers: of those from
-// row * 64 / kRowsPerWarp on, as its first ones.
+// half away and adds the other's, which is in another register where the lanes' vectors are swapped. In the end a lane
+// has the sums of 64 / kRowsPerWarp registers: of those from row * 64 / kRowsPerWarp on, as its first ones.
 template <class Config, int kKept = 32>
 CUTLASS_DEVICE void sum_rows(ThreadRow<Config> const& thread, Vector (&x)[8]) {
   constexpr int kBit = Config::kRowsPerWarp * kKept / 64;
+  constexpr int kSwapped = kBit & 24;  // a lane's bit 3 swaps vectors of 8 registers, its bit 4 pairs of them
   bool const keeps_upper = thread.row & kBit;
+  float sums[kKept];
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kKept; ++i) {
-    float const low = value(x, i), high = value(x, i + kKept);
-    value(x, i) = (keeps_upper ? high : low) + __shfl_xor_sync(0xffffffff, keeps_upper ? low : high, kBit);
+    float const given = keeps_upper ? value(x, i ^ kSwapped) : value(x, (i ^ kSwapped) + kKept);
+    sums[i] = (keeps_upper ? value(x, i + kKept) : value(x, i)) + __shfl_xor_sync(0xffffffff, given, kBit);
+  }
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kKept; ++i) {
+    value(x, i) = sums[i];
   }
   if constexpr (kBit > 1) {
     sum_rows<Config, kKept / 2>(thread, x);
@@ -24,27 +30,35 @@ CUTLASS_DEVICE void sum_rows(ThreadRow<Config> const& thread, Vector (&x)[8]) {
 
 // Sums over the rows of a tile. Rows past seqlen are zeros.
 template <class Config>
-__global__ void __launch_bounds__(Config::kNumThreads, Config::kCtasPerSm)
-    column_sums_kernel(QuantizeParams const params, HeadBlocks const tiles) {
-  extern __shared__ __align__(128) uint8_t smem_bytes[];
+__global__ void __launch_bounds__(Config::kNumThreads, 1)
+    column_sums_kernel(__grid_constant__ QuantizeKernelParams const params, HeadBlocks const head_blocks) {
+  extern __shared__ __align__(1024) uint8_t smem_bytes[];
   auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_bytes);
-  auto& warp_smem = smem.warps[threadIdx.x / 32];
+  WarpTiles<Config> tiles(head_blocks);
+  auto& warp_smem = smem.warps[tiles.warp_idx];
+  auto& full = smem.full[tiles.warp_idx];
+  bool const rotates = params.rotary.dim > 0;
+  auto const sums_of = [&](int warp_idx) { return reinterpret_cast<float*>(smem.warps[warp_idx].x8); };
 
-  int const end = tiles.first_of(blockIdx.x + 1);
-  int number = tiles.first_of(blockIdx.x);
-  prefetch<Config>(params, nullptr, params.rotary.dim > 0, tiles[number], warp_smem);
-  for (; number < end; ++number) {
+  init_barrier(full);
+  __syncthreads();
+  HeadBlock tile, next;
+  if (tiles.is_tile()) {
+    tile = tiles.tile();
+    prefetch<Config>(params, tile, tiles.first_row(tile), rotates, full, warp_smem);
+  }
+  for (; tiles.is_tile(); tiles.advance(), tile = next) {
     ThreadRow<Config> const thread;
-    HeadBlock const tile = tiles[number];
     Vector x[8];
+    full.wait(tiles.parity);
     read_row(thread, warp_smem, x);
-    if (params.rotary.dim > 0) {
+    if (rotates) {
       rotate(params.rotary, thread, warp_smem, x);
     }
     __syncwarp();
-    if (number + 1 < end) {
-      HeadBlock const next = tiles[number + 1];
-      prefetch<Config>(params, nullptr, params.rotary.dim > 0 && next.block != tile.block, next, warp_smem);
+    if (tiles.has_next()) {
+      next = tiles.next();
+      prefetch<Config>(params, next, tiles.first_row(next), rotates && next.block != tile.block, full, warp_smem);
     }
 
     sum_rows(thread, x);
@@ -52,21 +66,22 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kCtasPerSm)
     int const first = thread.row * kSumsPerLane;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSumsPerLane; ++i) {
-      warp_smem.channels[thread.column(first / 8) + first % 8 + i] = value(x, i);
+      sums_of(tiles.warp_idx)[thread.column(first / 8) + first % 8 + i] = value(x, i);
     }
 
-    __syncthreads();
+    tiles.sync();
     float* tile_sums =
-        params.column_sums + (int64_t(tile.head_batch) * tiles.num_blocks + tile.block) * params.head_dim;
-    if (threadIdx.x < params.head_dim) {
+        params.column_sums + (int64_t(tile.head_batch) * head_blocks.num_blocks + tile.block) * params.head_dim;
+    int const column = threadIdx.x % (Config::kWarpsPerTile * 32);
+    if (column < params.head_dim) {
       float sum = 0.f;
       CUTLASS_PRAGMA_UNROLL
-      for (int warp = 0; warp < Config::kNumWarps; ++warp) {
-        sum += smem.warps[warp].channels[threadIdx.x];
+      for (int warp = 0; warp < Config::kWarpsPerTile; ++warp) {
+        sum += sums_of(tiles.slot * Config::kWarpsPerTile + warp)[column];
       }
-      tile_sums[threadIdx.x] = sum;
+      tile_sums[column] = sum;
     }
-    __syncthreads();
+    tiles.sync();
   }
 }
 

@@ -1,21 +1,28 @@
 // The quantiser's tile, who has what of it, and its shared memory.
 //
-// A tile is 128 rows of one head. A warp has whole rows: 32, 16 or 8 of them at 64, 128 or 256 columns. A thread has 64
-// columns of one row, the same 32 of both halves, here with kWidth = 128:
+// A tile is 128 rows of one head. A warp has whole rows: 32, 16 or 8 of them at 64, 128 or 256 columns, so that 4, 8 or
+// 16 warps work on a tile and a CTA of 16 warps on 4, 2 or 1. A thread has 64 columns of one row, the same 32 of both
+// halves, here with kWidth = 128:
 //
 //   columns   0..31  32..63 | 64..95  96..127
 //   part        0      1    |    0       1          lane = part * kRowsPerWarp + row
 //
 // So the pairs of a rotary embedding over all columns (c, c + kWidth / 2) are a thread's own, six stages of the
 // Hadamard transform too, and log2(kWidth) - 6 are left for shuffles, each of which costs the shared-memory pipe as
-// much as a read of 4 bytes. Neighbouring lanes have neighbouring rows: 8 lanes that read the same 16 bytes of their
-// rows must find them in different banks, hence swizzled_bytes.
+// much as a read of 4 bytes.
+//
+// The 32 columns of a half are four vectors of 8. A lane has them in the order 0 1 2 3, each number xor lane / 8: then
+// shuffles need to carry only the vectors that another lane is to have (hadamard.cuh), and 16 lanes that write 8 bytes
+// of their rows find all banks.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
 #include <cutlass/array.h>
 #include <cutlass/fast_math.h>
 #include <cutlass/numeric_types.h>
 
+#include "common/swizzle.h"
+#include "common/tma.cuh"
 #include "quantize/quantize.h"
 
 namespace fa3 {
@@ -32,37 +39,47 @@ struct QuantizeConfig {
   static constexpr int kWidth = kWidth_;
   static constexpr int kThreadsPerRow = kWidth / 64;
   static constexpr int kRowsPerWarp = 32 / kThreadsPerRow;
-  static constexpr int kNumWarps = kQuantizeBlock / kRowsPerWarp;
-  static constexpr int kNumThreads = kNumWarps * 32;
-  static constexpr int kCtasPerSm = 512 / kNumThreads;  // at 128 registers per thread
 
+  static constexpr int kNumThreads = 512;  // at 128 registers each: one CTA per SM
+  static constexpr int kNumWarps = kNumThreads / 32;
+  static constexpr int kWarpsPerTile = kQuantizeBlock / kRowsPerWarp;
+  static constexpr int kNumTiles = kNumWarps / kWarpsPerTile;  // at the same time
+
+  // Rows lie in slabs of 128 bytes of columns, [kRowsPerWarp][128], swizzled (common/tma.cuh).
+  static constexpr int kSlabBytes = kRowsPerWarp * 128;
   static constexpr int kRowBytes = kWidth * 2;  // of x; of cosines and of sines too
+  static constexpr int kX8SlabColumns = kWidth < 128 ? kWidth : 128;
 
   // What a warp needs is its own, so that only the largest value of a tile makes it wait for others.
   struct WarpSmem {
-    alignas(128) uint8_t x[kRowsPerWarp * kRowBytes];  // the next tile's, as soon as this one's is in registers
-    uint8_t cosines[kRowsPerWarp * kRowBytes];         // float32; kept while tiles have the same rows
+    alignas(1024) uint8_t x[kRowsPerWarp * kRowBytes];  // the next tile's, as soon as this one's is in registers
+    uint8_t cosines[kRowsPerWarp * kRowBytes];          // float32; kept while tiles have the same rows
     uint8_t sines[kRowsPerWarp * kRowBytes];
-    uint8_t x8[kRowsPerWarp * kWidth / 2];  // one half of the columns
-    float channels[kWidth];                 // the head's means; in column_sums_kernel the warp's sums
+    uint8_t x8[kRowsPerWarp * kWidth];  // in column_sums_kernel the warp's sums
   };
   struct Smem {
     WarpSmem warps[kNumWarps];
-    float signs[kWidth];
+    cutlass::arch::ClusterTransactionBarrier full[kNumWarps];  // the warp's x and tables have landed
+    alignas(8) uint8_t signs[kWidth];                          // as hadamard.cuh has them
+    alignas(16) uint32_t flips[kWidth / 4];                    // of two columns each, of the right half (rotary.cuh)
     float amax[2][kNumWarps];  // of tiles in turn, so that one barrier per tile is enough
   };
-
-  // 228 KB per SM, of which each CTA takes 1 KB for the system.
-  static_assert(kCtasPerSm * (sizeof(Smem) + 1024) <= 228 * 1024);
+  static_assert(sizeof(Smem) <= 227 * 1024);
 };
 
-// Where byte `byte` of row `row` lies among rows of kRowBytes bytes, so that the same 16 bytes of 8 rows are in all 8
-// sets of banks.
-template <int kRowBytes>
-CUTLASS_DEVICE int swizzled_bytes(int row, int byte) {
-  constexpr int kRowsPerLine = kRowBytes < 128 ? 128 / kRowBytes : 1;  // a line: all banks
-  constexpr int kChunksPerRow = kRowBytes < 128 ? kRowBytes / 16 : 8;
-  return row * kRowBytes + (byte ^ (row / kRowsPerLine % kChunksPerRow * 16));
+// What the kernels are told: the caller's parameters, and how TMA finds the rows of a warp.
+struct QuantizeKernelParams : QuantizeParams {
+  CUtensorMap x_map;
+  CUtensorMap cos_map;  // of float32 tables only
+  CUtensorMap sin_map;
+  CUtensorMap x8_map;  // transposed: 16 columns of a tile
+};
+
+// Where byte `byte` of a warp's row lies among slabs of kSlabWidth bytes of columns.
+template <class Config, int kSlabWidth = 128>
+CUTLASS_DEVICE int place(int row, int byte) {
+  return (byte / kSlabWidth * Config::kRowsPerWarp + row) * kSlabWidth +
+         (byte % kSlabWidth ^ swizzled_chunk<kSlabWidth>(row, 0) * 16);
 }
 
 // A tile.
@@ -83,31 +100,39 @@ CUTLASS_DEVICE unsigned opaque(unsigned number) {
 // What a thread has. Made anew for each tile.
 template <class Config>
 struct ThreadRow {
-  int warp_idx;
   int lane_idx;
   int row;   // in the warp's rows
   int part;  // of the columns of a half
+  int swap;  // of the vectors
 
   CUTLASS_DEVICE ThreadRow() {
-    unsigned const thread_idx = opaque(threadIdx.x);
-    warp_idx = thread_idx / 32;
-    lane_idx = thread_idx % 32;
-    row = thread_idx % Config::kRowsPerWarp;
-    part = thread_idx % 32 / Config::kRowsPerWarp;
-  }
-
-  CUTLASS_DEVICE int first_row(HeadBlock const& tile) const {  // of the warp
-    return tile.block * kQuantizeBlock + warp_idx * Config::kRowsPerWarp;
+    lane_idx = opaque(threadIdx.x) % 32;
+    row = lane_idx % Config::kRowsPerWarp;
+    part = lane_idx / Config::kRowsPerWarp;
+    swap = lane_idx / 8;
   }
 
   // First column of the thread's vector i of 8: four are of the left half, four of the right.
-  CUTLASS_DEVICE int column(int i) const { return i / 4 * (Config::kWidth / 2) + part * 32 + i % 4 * 8; }
+  CUTLASS_DEVICE int column(int i) const { return i / 4 * (Config::kWidth / 2) + part * 32 + (i % 4 ^ swap) * 8; }
 
-  // Where that vector lies among the warp's rows: swizzled_bytes<kRowBytes>(row, column(i) * 2), but from one register.
-  // The numbers of its pairs (column(i) / 2), as float32, lie at the same place.
+  // Where vector i lies among the warp's rows of x: place(row, column(i) * 2), but from one register. The numbers of
+  // its pairs (column(i) / 2), as float32, lie at the same place.
   CUTLASS_DEVICE int offset(int i) const {
     int const byte = i / 4 * Config::kWidth + i % 4 * 16;  // from the thread's first
-    return (swizzled_bytes<Config::kRowBytes>(row, part * 64) ^ (byte % 128)) + byte / 128 * 128;
+    return (place<Config>(row, part * 64 + swap * 16) ^ (byte % 128)) + byte / 128 * Config::kSlabBytes;
+  }
+
+  // Where it lies among those of x8. The Hadamard transform exchanges bits of `part` for bits of i: after it the
+  // vector's number in its half is swap, with those bits of i above (or, where a row has one or two threads, in their
+  // place).
+  CUTLASS_DEVICE int offset_of_x8(int i, bool transformed) const {
+    constexpr int kSlab = Config::kX8SlabColumns;
+    int const bit0 = transformed && Config::kThreadsPerRow == 4 ? 32 : 8;
+    int const bit1 = transformed && Config::kThreadsPerRow >= 2 ? 16 * Config::kThreadsPerRow : 16;
+    int const half = i / 4 * (Config::kWidth / 2);
+    int const first = place<Config, kSlab>(row, (transformed ? 0 : part * 32) + swap * 8);
+    return (first ^ (i & 1 ? bit0 : 0) ^ (i & 2 ? bit1 : 0) ^ half % kSlab) +
+           half / kSlab * kSlab * Config::kRowsPerWarp;
   }
 };
 
@@ -130,6 +155,37 @@ struct HeadBlocks {
     heads(tile.batch_idx, tile.head_idx, tile.head_batch);
     return tile;
   }
+};
+
+// A warp's way through the tiles of its CTA: every kNumTiles-th one.
+template <class Config>
+struct WarpTiles {
+  HeadBlocks const& tiles;
+  int const warp_idx = cutlass::canonical_warp_idx_sync();
+  int const slot = warp_idx / Config::kWarpsPerTile;  // its tile's, of kNumTiles
+  int number;
+  int end;
+  int parity = 0;  // of the tile in the warp's order
+
+  CUTLASS_DEVICE explicit WarpTiles(HeadBlocks const& tiles)
+      : tiles(tiles), number(tiles.first_of(blockIdx.x) + slot), end(tiles.first_of(blockIdx.x + 1)) {}
+
+  CUTLASS_DEVICE bool is_tile() const { return number < end; }
+  CUTLASS_DEVICE bool has_next() const { return number + Config::kNumTiles < end; }
+  CUTLASS_DEVICE HeadBlock tile() const { return tiles[number]; }
+  CUTLASS_DEVICE HeadBlock next() const { return tiles[number + Config::kNumTiles]; }
+
+  CUTLASS_DEVICE void advance() {
+    number += Config::kNumTiles;
+    parity ^= 1;
+  }
+
+  CUTLASS_DEVICE int first_row(HeadBlock const& tile) const {
+    return tile.block * kQuantizeBlock + warp_idx % Config::kWarpsPerTile * Config::kRowsPerWarp;
+  }
+
+  // Waits for the warps that work on the same tile.
+  CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(Config::kWarpsPerTile * 32, slot); }
 };
 
 }  // namespace fa3

@@ -55,59 +55,99 @@ CUTLASS_DEVICE float largest(Vector const (&x)[8]) {
 // Over a warp, and of non-negative numbers: those are ordered as their bits are.
 CUTLASS_DEVICE float warp_max(float x) { return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x))); }
 
-// op(value, that of its channel) for each of the thread's values.
-template <class Config, class Op>
-CUTLASS_DEVICE void with_channels(ThreadRow<Config> const& thread, float const* channels, Vector (&x)[8], Op&& op) {
+// Minus the means of their channels. Past head_dim there are zeros, and stay.
+template <class Config>
+CUTLASS_DEVICE void subtract(ThreadRow<Config> const& thread, float const* means, int head_dim, Vector (&x)[8]) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
-    Vector const of_channels = read_vector(channels + thread.column(i));
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      x[i][j] = op(x[i][j], of_channels[j]);
+    int const column = thread.column(i);
+    if (column < head_dim) {
+      auto const* mean = reinterpret_cast<float4 const*>(means + column);
+      float4 const low = __ldg(mean), high = __ldg(mean + 1);
+      x[i][0] -= low.x, x[i][1] -= low.y, x[i][2] -= low.z, x[i][3] -= low.w;
+      x[i][4] -= high.x, x[i][5] -= high.y, x[i][6] -= high.z, x[i][7] -= high.w;
     }
   }
 }
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kNumThreads, Config::kCtasPerSm)
-    quantize_fp8_kernel(QuantizeParams const params, HeadBlocks const tiles, QuantizeStep step, float norm) {
-  extern __shared__ __align__(128) uint8_t smem_bytes[];
-  auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_bytes);
-  auto& warp_smem = smem.warps[threadIdx.x / 32];
+// To the L1, a line per lane: by the time that subtract reads them they are there.
+CUTLASS_DEVICE void prefetch_means(float const* means, int head_dim) {
+  int const column = threadIdx.x % 32 * 32;
+  if (column < head_dim) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(means + column));
+  }
+}
 
-  int const end = tiles.first_of(blockIdx.x + 1);
-  int number = tiles.first_of(blockIdx.x);
-  prefetch<Config>(params, params.mean, params.rotary.dim > 0, tiles[number], warp_smem);
-  if (params.signs != nullptr && threadIdx.x < Config::kWidth) {
-    smem.signs[threadIdx.x] = params.signs[threadIdx.x];
+template <class Config>
+__global__ void __launch_bounds__(Config::kNumThreads, 1)
+    quantize_fp8_kernel(__grid_constant__ QuantizeKernelParams const params, HeadBlocks const head_blocks,
+                        QuantizeStep step, float norm) {
+  extern __shared__ __align__(1024) uint8_t smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_bytes);
+  WarpTiles<Config> tiles(head_blocks);
+  auto& warp_smem = smem.warps[tiles.warp_idx];
+  auto& full = smem.full[tiles.warp_idx];
+  bool const rotates = params.rotary.dim > 0;
+  bool const transforms = params.signs != nullptr;
+  bool const combines = transforms && params.rotary.dim == Config::kWidth && !params.rotary.interleaved &&
+                        params.mean == nullptr;  // the rotary embedding with the first stage of the transform
+
+  init_barrier(full);
+  if (transforms && threadIdx.x < Config::kWidth) {
+    smem.signs[threadIdx.x] = sign_byte(params.signs[threadIdx.x]);
+  }
+  if (combines && threadIdx.x < Config::kWidth / 4) {
+    smem.flips[threadIdx.x] = sign_flips(params.signs + 2 * threadIdx.x, Config::kWidth / 2);
   }
   __syncthreads();
-  for (; number < end; ++number) {
+  bool new_rows = rotates;
+  HeadBlock tile, next;
+  if (tiles.is_tile()) {
+    tile = tiles.tile();
+    prefetch<Config>(params, tile, tiles.first_row(tile), new_rows, full, warp_smem);
+  }
+  for (; tiles.is_tile(); tiles.advance(), tile = next) {
     ThreadRow<Config> const thread;
-    HeadBlock const tile = tiles[number];
-    int const first_row = thread.first_row(tile);
+    int const first_row = tiles.first_row(tile);
 
     Vector x[8];
-    read_row(thread, warp_smem, x);
-    if (params.rotary.dim > 0) {
-      rotate(params.rotary, thread, warp_smem, x);
+    full.wait(tiles.parity);
+    if (combines) {
+      if (new_rows) {
+        combine_tables(thread, smem.signs, warp_smem);
+      }
+      read_row<true>(thread, warp_smem, x, smem.flips);
+      rotate_combined(thread, warp_smem, x);
+    } else {
+      read_row(thread, warp_smem, x);
+      if (rotates) {
+        rotate(params.rotary, thread, warp_smem, x);
+      }
     }
     if (params.mean != nullptr) {
-      with_channels(thread, warp_smem.channels, x, [](float value, float mean) { return value - mean; });
+      subtract(thread, params.mean + int64_t(tile.head_batch) * params.head_dim, params.head_dim, x);
     }
     __syncwarp();
-    if (number + 1 < end) {
-      HeadBlock const next = tiles[number + 1];
-      prefetch<Config>(params, params.mean, params.rotary.dim > 0 && next.block != tile.block, next, warp_smem);
+    if (tiles.has_next()) {
+      next = tiles.next();
+      new_rows = rotates && next.block != tile.block;
+      if (params.mean != nullptr) {
+        prefetch_means(params.mean + int64_t(next.head_batch) * params.head_dim, params.head_dim);
+      }
+      prefetch<Config>(params, next, tiles.first_row(next), new_rows, full, warp_smem);
     }
-    if (params.signs != nullptr) {
-      with_channels(thread, smem.signs, x, [](float value, float sign) { return value * sign; });
-      hadamard<Config>(thread, x);
+    float amax;
+    if (transforms) {
+      if (!combines) {
+        hadamard_of_halves(thread, smem.signs, x);
+      }
+      amax = hadamard_in_halves(thread, x);
+    } else {
+      amax = largest(x);
     }
 
-    float amax = 0.f;
     if (step != QuantizeStep::kHead) {
-      amax = warp_max(first_row + thread.row < params.seqlen ? largest(x) : 0.f);
+      amax = warp_max(first_row + thread.row < params.seqlen ? amax : 0.f);
     }
     if (step == QuantizeStep::kHeadAmax) {
       if (thread.lane_idx == 0) {
@@ -116,28 +156,35 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kCtasPerSm)
       continue;
     }
     if (step == QuantizeStep::kBlocks) {
+      float* of_warps = smem.amax[tiles.parity];
       if (thread.lane_idx == 0) {
-        smem.amax[number % 2][thread.warp_idx] = amax;
+        of_warps[tiles.warp_idx] = amax;
       }
-      __syncthreads();
-      amax = warp_max(smem.amax[number % 2][thread.lane_idx % Config::kNumWarps]);
+      tiles.sync();
+      amax = warp_max(of_warps[tiles.slot * Config::kWarpsPerTile + thread.lane_idx % Config::kWarpsPerTile]);
     } else {
       amax = params.amax[tile.head_batch];
     }
     auto const [descale, factor] = scales(amax, norm);
-    if (threadIdx.x == 0) {
+    if (tiles.warp_idx % Config::kWarpsPerTile == 0 && thread.lane_idx == 0) {
       if (step == QuantizeStep::kBlocks) {
-        params.descale[int64_t(tile.head_batch) * tiles.num_blocks + tile.block] = descale;
+        params.descale[int64_t(tile.head_batch) * head_blocks.num_blocks + tile.block] = descale;
       } else if (tile.block == 0) {
         params.descale[tile.head_batch] = descale;
       }
     }
+    uint2 x8[8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      x8[i] = cast(x[i], factor);
+    }
     if (params.transpose) {
-      store_transposed<Config>(params, tile, tiles.num_blocks, thread, factor, x, smem);
+      store_transposed(params, tile, tiles, thread, x8, smem);
     } else {
-      store_rows<Config>(params, tile, first_row, thread, factor, x, warp_smem);
+      store_rows(params, tile, first_row, thread, transforms, x8, warp_smem);
     }
   }
+  wait_for_stores();  // shared memory outlives the reads of the last one
 }
 
 }  // namespace fa3

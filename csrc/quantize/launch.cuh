@@ -11,6 +11,33 @@
 
 namespace fa3 {
 
+// Boxes are a warp's rows.
+template <class Config>
+QuantizeKernelParams with_tensor_maps(QuantizeParams const& params, int num_blocks) {
+  using Element = typename Config::Element;
+  QuantizeKernelParams kernel_params{params};
+  kernel_params.x_map = make_tensor_map<Element, 64>(params.x, params.head_dim, params.seqlen, params.num_heads,
+                                                     params.batch, Config::kRowsPerWarp);
+  if (params.rotary.dim > 0 && params.rotary.is_float) {
+    int const half = params.rotary.dim / 2;
+    auto const table_map = [&](void const* table) {
+      return make_tensor_map<float, 32>({.data = const_cast<void*>(table), .row_stride = half}, half, params.seqlen, 1,
+                                        1, Config::kRowsPerWarp);
+    };
+    kernel_params.cos_map = table_map(params.rotary.cos);
+    kernel_params.sin_map = table_map(params.rotary.sin);
+  }
+  using E4m3 = cutlass::float_e4m3_t;
+  if (params.transpose) {
+    kernel_params.x8_map = make_tensor_map<E4m3, kQuantizeBlock>(params.x8, num_blocks * kQuantizeBlock, params.columns,
+                                                                 params.num_heads, params.batch, kTransposedChannels);
+  } else {
+    kernel_params.x8_map = make_tensor_map<E4m3, Config::kX8SlabColumns>(
+        params.x8, params.columns, params.seqlen, params.num_heads, params.batch, Config::kRowsPerWarp);
+  }
+  return kernel_params;
+}
+
 template <class Config>
 void launch_quantize(QuantizeParams const& params, cudaStream_t stream) {
   int const num_blocks = (params.seqlen + kQuantizeBlock - 1) / kQuantizeBlock;
@@ -19,20 +46,19 @@ void launch_quantize(QuantizeParams const& params, cudaStream_t stream) {
   FA3_CHECK(num_tiles < (int64_t{1} << 31) && num_head_batches < (int64_t{1} << 28),
             "batch x num_heads must be below 2^28 and, times ceil(seqlen / " + std::to_string(kQuantizeBlock) +
                 "), below 2^31, got " + std::to_string(num_head_batches) + " x " + std::to_string(num_blocks));
-  HeadBlocks const tiles{
+  HeadBlocks const head_blocks{
       .num_tiles = static_cast<int>(num_tiles),
       .num_blocks = num_blocks,
       .head_batches = cutlass::FastDivmod(static_cast<int>(num_head_batches)),
       .heads = cutlass::FastDivmod(params.num_heads),
   };
+  QuantizeKernelParams const kernel_params = with_tensor_maps<Config>(params, num_blocks);
   auto const launch = [&](auto* kernel, auto... arguments) {
     constexpr int kSmemBytes = sizeof(typename Config::Smem);
     FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
-    FA3_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared));  // all CTAs that the registers allow
-    unsigned const num_ctas =
-        static_cast<unsigned>(std::min<int64_t>(num_tiles, int64_t(params.num_sms) * Config::kCtasPerSm));
-    kernel<<<num_ctas, Config::kNumThreads, kSmemBytes, stream>>>(params, tiles, arguments...);
+    unsigned const num_ctas = static_cast<unsigned>(
+        std::min<int64_t>((num_tiles + Config::kNumTiles - 1) / Config::kNumTiles, params.num_sms));
+    kernel<<<num_ctas, Config::kNumThreads, kSmemBytes, stream>>>(kernel_params, head_blocks, arguments...);
     FA3_CHECK_CUDA(cudaGetLastError());
   };
 
@@ -44,7 +70,7 @@ void launch_quantize(QuantizeParams const& params, cudaStream_t stream) {
     FA3_CHECK_CUDA(cudaGetLastError());
   }
   auto* quantize = quantize_fp8_kernel<Config>;
-  float const norm = params.signs == nullptr ? 1.f : 1.f / std::sqrt(static_cast<float>(Config::kWidth));
+  float const norm = params.signs == nullptr ? 1.f : 1.f / (kSign * std::sqrt(static_cast<float>(Config::kWidth)));
   if (params.amax == nullptr) {
     launch(quantize, QuantizeStep::kBlocks, norm);
   } else {

@@ -74,18 +74,23 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
   int64_t const width = signs.has_value() ? signs->size(0) : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
   int64_t const columns = signs.has_value() ? width : head_dim;
   int64_t const num_blocks = (seqlen + kQuantizeBlock - 1) / kQuantizeBlock;
-  std::vector<int64_t> const x8_shape = transpose ? std::vector{batch, num_heads, columns, num_blocks * kQuantizeBlock}
-                                                  : std::vector{batch, seqlen, num_heads, columns};
-  Tensor x8 = torch::stable::new_empty(x, x8_shape, ScalarType::Float8_e4m3fn);
+  auto const new_x8 = [&](int64_t columns) {
+    std::vector<int64_t> const shape = transpose ? std::vector{batch, num_heads, columns, num_blocks * kQuantizeBlock}
+                                                 : std::vector{batch, seqlen, num_heads, columns};
+    return torch::stable::new_empty(x, shape, ScalarType::Float8_e4m3fn);
+  };
   Tensor descale = torch::stable::new_empty(x, {batch, num_heads, block_size == 0 ? 1 : num_blocks}, ScalarType::Float);
   Tensor mean = smooth ? torch::stable::new_empty(x, {batch, num_heads, head_dim}, ScalarType::Float)
                        : torch::stable::new_empty(x, {0}, ScalarType::Float);
   if (x.numel() == 0) {  // of no rows the largest value is 0, and so is the mean
     torch::stable::fill_(descale, 1);
     torch::stable::fill_(mean, 0);
-    return {x8, descale, mean};
+    return {new_x8(columns), descale, mean};
   }
 
+  // The strides of rows that TMA writes are multiples of 16 bytes.
+  int64_t const columns_for_tma = transpose ? columns : (columns + 15) / 16 * 16;
+  Tensor x8 = new_x8(columns_for_tma);
   auto const scratch = [&](bool is_needed, int64_t per_head) {
     int64_t const size = is_needed ? per_head : 0;
     return torch::stable::new_empty(x, {batch, num_heads, size}, ScalarType::Float);
@@ -113,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
           },
       .mean = floats(mean),
       .signs = signs.has_value() ? floats(*signs_aligned) : nullptr,
-      .x8 = x8.data_ptr(),
+      .x8 = tensor_arg(transpose ? torch::stable::transpose(x8, 1, 2) : x8),
       .transpose = transpose,
       .descale = floats(descale),
       .column_sums = floats(column_sums),
@@ -127,6 +132,11 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
       .num_sms = device_properties(x.get_device()).num_sms,
   };
   (dtype == Dtype::kBFloat16 ? quantize_bf16 : quantize_fp16)(params, current_stream(x.get_device()));
+  if (columns != columns_for_tma) {
+    Tensor packed = new_x8(columns);
+    torch::stable::copy_(packed, torch::stable::narrow(x8, 3, 0, columns));
+    return {packed, descale, mean};
+  }
   return {x8, descale, mean};
 }
 

@@ -1,97 +1,95 @@
 // A warp's rows of a tile, from global to shared memory while the warp works on the tile before, then to registers.
 #pragma once
 
-#include <cutlass/arch/memory_sm80.h>
 #include <cutlass/numeric_conversion.h>
 
 #include "quantize/config.h"
 
 namespace fa3 {
 
-CUTLASS_DEVICE Vector read_vector(float const* values) {
-  return *reinterpret_cast<cutlass::AlignedArray<float, 8, 16> const*>(values);
+// One thread of the warp, before any use by it; the caller synchronises the CTA afterwards.
+CUTLASS_DEVICE void init_barrier(cutlass::arch::ClusterTransactionBarrier& full) {
+  if (threadIdx.x % 32 == 0) {
+    full.init(1);
+    cutlass::arch::fence_barrier_init();
+  }
 }
 
-CUTLASS_DEVICE void copy_async(void* smem, void const* global, bool is_inside) {  // 16 bytes, or zeros
-  cutlass::arch::cp_async_zfill<16, cutlass::arch::CacheOperation::Global>(smem, global, is_inside);
+// Four numbers of a table in 16 bits, as float32.
+template <class Element>
+CUTLASS_DEVICE float4 read_table(void const* table, int64_t index) {
+  uint2 const packed = __ldg(reinterpret_cast<uint2 const*>(static_cast<Element const*>(table) + index));
+  auto const values = cutlass::NumericArrayConverter<float, Element, 4>::convert(
+      reinterpret_cast<cutlass::Array<Element, 4> const&>(packed));
+  return make_float4(values[0], values[1], values[2], values[3]);
 }
 
-// Begins to bring a tile's rows, with what else its values need: the head's means (null: none), and, where `new_rows`
-// says that they are others than before, the rows' cosines and sines. Rows past seqlen and columns past head_dim come
-// as zeros. To be called when all lanes have read the tile before.
+// The rows' cosines and sines where the tables have x's type, which TMA cannot convert. Rows past seqlen, whose x is 0,
+// get those of the last one.
 template <class Config>
-CUTLASS_DEVICE void prefetch(QuantizeParams const& params, float const* mean, bool new_rows, HeadBlock const& tile,
-                             typename Config::WarpSmem& smem) {
+CUTLASS_DEVICE void convert_tables(QuantizeKernelParams const& params, int first_row, typename Config::WarpSmem& smem) {
   using Element = typename Config::Element;
-  constexpr int kChunks = Config::kRowBytes / 16;  // per row
-  constexpr int kRowsPerPass = 32 / kChunks;
+  constexpr int kChunks = Config::kRowBytes / 16;  // per row, of four numbers
   ThreadRow<Config> const thread;
   int const chunk = thread.lane_idx % kChunks;
-  int const first_row = thread.first_row(tile) + thread.lane_idx / kChunks;  // of the lane
-  auto const offset = [&](int pass) {
-    return swizzled_bytes<Config::kRowBytes>(pass + thread.lane_idx / kChunks, chunk * 16);
-  };
-
-  auto const* x = static_cast<Element const*>(params.x.data) + tile.batch_idx * params.x.batch_stride +
-                  first_row * params.x.row_stride + tile.head_idx * params.x.head_stride + chunk * 8;
-  CUTLASS_PRAGMA_UNROLL
-  for (int pass = 0; pass < Config::kRowsPerWarp; pass += kRowsPerPass) {
-    copy_async(smem.x + offset(pass), x, first_row + pass < params.seqlen && chunk * 8 < params.head_dim);
-    x += kRowsPerPass * params.x.row_stride;
-  }
-  if (mean != nullptr) {
-    mean += int64_t(tile.head_batch) * params.head_dim;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Config::kWidth; i += 32 * 4) {
-      int const column = i + thread.lane_idx * 4;
-      if (column < Config::kWidth) {
-        copy_async(&smem.channels[column], mean + column, column < params.head_dim);
-      }
-    }
-  }
-
-  if (new_rows && chunk * 8 < params.rotary.dim) {
-    int const half = params.rotary.dim / 2;
+  int const half = params.rotary.dim / 2;
+  if (chunk * 4 < half) {
 #pragma unroll 4
-    for (int pass = 0; pass < Config::kRowsPerWarp; pass += kRowsPerPass) {
-      int64_t const begin = int64_t(first_row + pass) * half + chunk * 4;
-      bool const is_inside = first_row + pass < params.seqlen;
-      if (params.rotary.is_float) {
-        copy_async(smem.cosines + offset(pass), static_cast<float const*>(params.rotary.cos) + begin, is_inside);
-        copy_async(smem.sines + offset(pass), static_cast<float const*>(params.rotary.sin) + begin, is_inside);
-      } else {
-        auto const converted = [&](void const* table) {
-          uint2 const packed =
-              is_inside ? __ldg(reinterpret_cast<uint2 const*>(static_cast<Element const*>(table) + begin)) : uint2{};
-          auto const values = cutlass::NumericArrayConverter<float, Element, 4>::convert(
-              reinterpret_cast<cutlass::Array<Element, 4> const&>(packed));
-          return make_float4(values[0], values[1], values[2], values[3]);
-        };
-        *reinterpret_cast<float4*>(smem.cosines + offset(pass)) = converted(params.rotary.cos);
-        *reinterpret_cast<float4*>(smem.sines + offset(pass)) = converted(params.rotary.sin);
-      }
+    for (int row = thread.lane_idx / kChunks; row < Config::kRowsPerWarp; row += 32 / kChunks) {
+      int64_t const index = int64_t(min(first_row + row, params.seqlen - 1)) * half + chunk * 4;
+      int const offset = place<Config>(row, chunk * 16);
+      *reinterpret_cast<float4*>(smem.cosines + offset) = read_table<Element>(params.rotary.cos, index);
+      *reinterpret_cast<float4*>(smem.sines + offset) = read_table<Element>(params.rotary.sin, index);
     }
   }
-  cutlass::arch::cp_async_fence();
 }
 
-// 8 neighbouring columns of x, as they came, at a byte of the staged rows.
+// Begins to bring a tile's rows and, where `new_rows` says that they are others than before, their cosines and sines.
+// Rows past seqlen and columns past head_dim come as zeros. To be called when all lanes have read the tile before.
 template <class Config>
-CUTLASS_DEVICE Vector read_x(typename Config::WarpSmem const& smem, int offset) {
+CUTLASS_DEVICE void prefetch(QuantizeKernelParams const& params, HeadBlock const& tile, int first_row, bool new_rows,
+                             cutlass::arch::ClusterTransactionBarrier& full, typename Config::WarpSmem& smem) {
   using Element = typename Config::Element;
-  uint4 const packed = *reinterpret_cast<uint4 const*>(smem.x + offset);
+  using CacheHint = cute::TMA::CacheHintSm90;
+  bool const brings_tables = new_rows && params.rotary.is_float;
+  if (cute::elect_one_sync()) {
+    full.arrive_and_expect_tx((brings_tables ? 3 : 1) * sizeof(smem.x));
+    auto* barrier = reinterpret_cast<uint64_t*>(&full);
+    load_tile<Config::kRowsPerWarp, Config::kWidth, 64>(params.x_map, barrier, CacheHint::EVICT_NORMAL,
+                                                        reinterpret_cast<Element*>(smem.x), first_row, tile.head_idx,
+                                                        tile.batch_idx);
+    if (brings_tables) {
+      load_tile<Config::kRowsPerWarp, Config::kWidth / 2, 32>(params.cos_map, barrier, CacheHint::EVICT_NORMAL,
+                                                              reinterpret_cast<float*>(smem.cosines), first_row, 0, 0);
+      load_tile<Config::kRowsPerWarp, Config::kWidth / 2, 32>(params.sin_map, barrier, CacheHint::EVICT_NORMAL,
+                                                              reinterpret_cast<float*>(smem.sines), first_row, 0, 0);
+    }
+  }
+  if (new_rows && !params.rotary.is_float) {
+    convert_tables<Config>(params, first_row, smem);
+  }
+}
+
+template <class Config>
+CUTLASS_DEVICE Vector unpack(uint4 const& packed) {
+  using Element = typename Config::Element;
   return cutlass::NumericArrayConverter<float, Element, 8>::convert(
       reinterpret_cast<cutlass::Array<Element, 8> const&>(packed));
 }
 
-// The thread's columns of the tile that was prefetched.
-template <class Config>
-CUTLASS_DEVICE void read_row(ThreadRow<Config> const& thread, typename Config::WarpSmem const& smem, Vector (&x)[8]) {
-  cutlass::arch::cp_async_wait<0>();
-  __syncwarp();  // what the other lanes have copied
+// The thread's columns of the tile that was prefetched. Where kFlips, some of those of the right half change their
+// sign: `flips` has for each two columns the sign bits that change.
+template <bool kFlips = false, class Config>
+CUTLASS_DEVICE void read_row(ThreadRow<Config> const& thread, typename Config::WarpSmem const& smem, Vector (&x)[8],
+                             uint32_t const* flips = nullptr) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
-    x[i] = read_x<Config>(smem, thread.offset(i));
+    uint4 packed = *reinterpret_cast<uint4 const*>(smem.x + thread.offset(i));
+    if (kFlips && i >= 4) {
+      uint4 const flip = *reinterpret_cast<uint4 const*>(flips + thread.column(i - 4) / 2);
+      packed = {packed.x ^ flip.x, packed.y ^ flip.y, packed.z ^ flip.z, packed.w ^ flip.w};
+    }
+    x[i] = unpack<Config>(packed);
   }
   // Converted here, and not, with registers for both, in each branch of what follows.
   CUTLASS_PRAGMA_UNROLL
