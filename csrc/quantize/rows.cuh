@@ -42,6 +42,7 @@ CUTLASS_DEVICE void convert_tables(QuantizeKernelParams const& params, int first
       *reinterpret_cast<float4*>(smem.sines + offset) = read_table<Element>(params.rotary.sin, index);
     }
   }
+  __syncwarp();
 }
 
 // Begins to bring a tile's rows and, where `new_rows` says that they are others than before, their cosines and sines.
