@@ -79,12 +79,13 @@ def check_error(
 ) -> None:
     """At most a quarter more than that of the simulation: the tensor cores add the products of a score with 14 bits.
 
-    score_error: that of a score, as a part of the largest that these norms allow.
+    score_error: that of a score, as a part of the largest that these norms allow. Up to head_dim 128, lse is of P as it
+    is rounded, and its error the simulation's; above, it is exact but for the scores.
     """
     options = {"causal": case.causal, "softmax_scale": case.head_dim**-0.5 / 4}
     out, lse = attend(tensors, scales, **options, v_transposed=v_transposed, return_lse=True)
     with fa3.backend("portable"):
-        simulated = fa3.flash_attn_func(*tensors, **scales, **options)
+        simulated, simulated_lse = fa3.flash_attn_func(*tensors, **scales, **options, return_lse=True)
     q, k, v = all_dequantised(tensors, scales)
     truth, true_lse = reference.attention(q, k, v, **options)
     assert out.shape == truth.shape
@@ -93,7 +94,14 @@ def check_error(
     allowed = 1.25 * rms(simulated.double() - truth) + 2**-8 * rms(truth)
     assert rms(out.double() - truth) <= allowed
     largest_score = options["softmax_scale"] * (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
-    torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=score_error * largest_score + 1e-4)
+    lse_error = score_error * largest_score + 1e-4
+    torch.testing.assert_close(
+        lse.double(), true_lse, rtol=1e-6, atol=lse_error + (0.065 if case.head_dim <= 128 else 0)
+    )
+    if case.head_dim <= 128:
+        has_keys = true_lse > -math.inf
+        allowed = 1.25 * rms((simulated_lse - true_lse)[has_keys]) + lse_error
+        assert rms((lse - true_lse)[has_keys]) <= allowed
 
 
 @pytest.mark.parametrize("case", CASES + LAYOUTS + LARGE, **ids)

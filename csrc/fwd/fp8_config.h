@@ -51,14 +51,17 @@ struct FwdFp8Config {
   static constexpr bool kVBehindK = kOverlaps;  // see fwd/producer.cuh
   static constexpr int kPvColumns = kTile.pv_columns;
   static constexpr int kPvParts = kHeadDim / kPvColumns;
+  // The sums of P's rows come from the tensor cores too: after V's channels there are rows of ones, as many as WGMMA's
+  // least step, which the last part of P V includes. (At 256 ptxas then keeps scales in ordinary registers.)
+  static constexpr bool kSumsInPv = kHeadDim <= 128;
+  static constexpr int kSumColumns = kSumsInPv ? 8 : 0;
+  static constexpr int kPvRows = kHeadDim + kSumColumns;
   // Parts of P V that are under way together, in the place of S.
   static constexpr int kPvBuffers = kOverlaps ? 1 : kTileN / kPvColumns;
-  // Of the softmax. Two are 3 to 5 % faster, but where ptxas then keeps the scales in ordinary registers, whose reads
-  // WGMMA competes with.
-  static constexpr int kRowsAtOnce = kHeadDim == 256 && !kVTransposed ? 1 : 2;
-  // What is 1 to 2 % faster with these and not with others, for ptxas's reasons (docs/design/fp8.md): K and V are asked
-  // for before they are needed (Pipeline::landed), and scores are compared as integers.
-  static constexpr bool kAsksEarly = kHeadDim >= 128 && kVTransposed;
+  // What is faster with some and not with others, for ptxas's reasons (docs/design/fp8.md): rows of the softmax at
+  // once, K and V asked for before they are needed (Pipeline::landed), scores compared as integers.
+  static constexpr int kRowsAtOnce = kHeadDim == 256 && kVTransposed ? 2 : 1;
+  static constexpr bool kAsksEarly = kHeadDim == 128 || (kHeadDim == 256 && kVTransposed);
   static constexpr bool kMaxOfIntegers = kAsksEarly;
   static_assert(kHeadDim % kPvColumns == 0 && kPvBuffers <= kPvParts && (!kOverlaps || kPvParts == 1));
 
@@ -85,18 +88,21 @@ struct FwdFp8Config {
   using TileN = cute::Int<kTileN>;
   using HeadDim = cute::Int<kHeadDim>;
   using PvColumns = cute::Int<kPvColumns>;
+  using PvColumnsAndSums = cute::Int<kPvColumns + kSumColumns>;
   using LayoutQ = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::_64, HeadDim, cute::Int<kStagesQ>>{}));
   using LayoutK = decltype(cute::tile_to_shape(Atom{}, cute::Shape<TileN, HeadDim, cute::Int<kStagesK>>{}));
-  // (kHeadDim, kTileN, kStagesPv): a line of 128 bytes per channel, the keys permuted as P has them.
+  // (kPvRows, kTileN, kStagesPv): a line of 128 bytes per channel, the keys permuted as P has them.
   using LayoutVt = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                                cute::Shape<HeadDim, TileN, cute::Int<kStagesPv>>{}));
+                                                cute::Shape<cute::Int<kPvRows>, TileN, cute::Int<kStagesPv>>{}));
 
   // S (64, kTileN) = Q K^T, both operands from shared memory.
   using MmaQK = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, TileN, HeadDim>>()));
-  // (64, kPvColumns) = P V of one tile, P from registers.
+  // (64, kPvColumns) = P V of one tile, P from registers; the last part with the sums.
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, PvColumns, TileN>>()));
+  using MmaPVAndSums = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, PvColumnsAndSums, TileN>>()));
 
   static constexpr int kBytesQ = kRowsPerWarpgroup * kHeadDim;
   static constexpr int kBytesKV = kTileN * kHeadDim;
@@ -104,8 +110,8 @@ struct FwdFp8Config {
   struct SharedStorage {
     alignas(1024) Element q[kConsumerWarpgroups][kStagesQ][kRowsPerWarpgroup * kHeadDim];
     alignas(1024) Element k[kStagesK][kTileN * kHeadDim];
-    alignas(1024) Element v[kStagesV][kTileN * kHeadDim];
-    alignas(1024) Element vt[kStagesVt][kHeadDim * kTileN];
+    alignas(1024) Element v[kStagesV][kTileN * (kVTransposed ? kPvRows : kHeadDim)];
+    alignas(1024) Element vt[kStagesVt][kPvRows * kTileN];
     alignas(1024) OutElement out[kConsumerWarpgroups][kOutSlabs][kRowsPerWarpgroup * kOutSlabColumns];
     Pipeline<kStagesQ> pipeline_q[kConsumerWarpgroups];
     Pipeline<kStagesK> pipeline_k;

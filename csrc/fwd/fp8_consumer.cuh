@@ -30,12 +30,24 @@ CUTLASS_DEVICE float scale_of(BlockScales const& scales, int offset, int block) 
 }
 
 // O += scale * (P V of a tile), for some of O's columns.
-template <class TensorO, class TensorPV>
+template <int kCount, class TensorO, class TensorPV>
 CUTLASS_DEVICE void add_scaled(TensorO& o, int first, TensorPV const& pv, float scale) {
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < decltype(cute::size(pv))::value; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     o(first + i) = fmaf(pv(i), scale, o(first + i));
   }
+}
+
+// The rows after V's channels that sum up P. To be called by the CTA, before its first barrier.
+template <class Config>
+CUTLASS_DEVICE void write_ones(typename Config::SharedStorage& smem) {
+  constexpr uint32_t kOnes = 0x38383838;  // e4m3
+  for (auto& stage : either<Config::kVTransposed>(smem.v, smem.vt)) {
+    if (threadIdx.x < Config::kSumColumns * Config::kTileN / 16) {
+      reinterpret_cast<uint4*>(stage + Config::kHeadDim * Config::kTileN)[threadIdx.x] = {kOnes, kOnes, kOnes, kOnes};
+    }
+  }
+  cutlass::arch::fence_view_async_shared();  // WGMMA reads them
 }
 
 template <class Config>
@@ -47,17 +59,20 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
 
   typename Config::MmaQK mma_qk;
   typename Config::MmaPV mma_pv;
+  typename Config::MmaPVAndSums mma_pv_and_sums;
   Tensor sQ = make_tensor(make_smem_ptr(smem.q[warpgroup_idx][0]), typename Config::LayoutQ{});
   Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), typename Config::LayoutK{});  // (kTileN, kHeadDim, stages)
   // What P V reads: V as it came, or what the transposers made of it.
   auto& vt = either<Config::kVTransposed>(smem.v, smem.vt);
   auto& pipeline_v = either<Config::kVTransposed>(smem.pipeline_v, smem.pipeline_vt);
-  Tensor sVt = make_tensor(make_smem_ptr(vt[0]), typename Config::LayoutVt{});  // (kHeadDim, kTileN, stages)
+  Tensor sVt = make_tensor(make_smem_ptr(vt[0]), typename Config::LayoutVt{});  // (kPvRows, kTileN, stages)
   Tensor tSrQ = mma_qk.get_slice(0).partition_fragment_A(sQ);
   Tensor tSrK = mma_qk.get_slice(0).partition_fragment_B(sK);
   Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, typename Config::TileN>{});
   using FragmentPV = decltype(partition_fragment_C(mma_pv, Shape<_64, typename Config::PvColumns>{}));
-  FragmentPV tOrPV[Config::kPvBuffers];
+  using FragmentPVAndSums =
+      decltype(partition_fragment_C(mma_pv_and_sums, Shape<_64, typename Config::PvColumnsAndSums>{}));
+  FragmentPVAndSums tOrPV[Config::kPvBuffers];
   Tensor tOrO = make_tensor<float>(Layout<Shape<Shape<_2, _2, Int<Config::kHeadDim / 8>>, _1, _1>>{});
   Tensor tOrP = make_tensor<Element>(Shape<Shape<_4, _2, _2>, _1, Int<Config::kTileN / 32>>{});
 
@@ -67,7 +82,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesPv> v_state;
 
-  ScaledSoftmax softmax;
+  ScaledSoftmax<Config::kSumsInPv> softmax;
   float correction[kRowsPerThread];
   float v_scale;
 
@@ -89,11 +104,26 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   auto const issue_qk = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     gemm(mma_qk, tSrQ(_, _, _, q_state.stage), tSrK(_, _, _, k_state.stage), tSrS, /*accumulate=*/false);
   };
-  auto const issue_pv = [&](auto part, FragmentPV& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
-    Tensor tOrV = mma_pv.get_slice(0).partition_fragment_B(
-        local_tile(sVt, Shape<typename Config::PvColumns, typename Config::TileN, Int<Config::kStagesPv>>{},
-                   make_coord(part, _0{}, _0{})));
-    gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
+  auto const issue_pv = [&](auto part, FragmentPVAndSums& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
+    auto const issue = [&](auto& mma, auto columns, auto&& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
+      Tensor sV = domain_offset(make_coord(part * typename Config::PvColumns{}, _0{}, _0{}), sVt);
+      Tensor tOrV = mma.get_slice(0).partition_fragment_B(local_tile(
+          sV, make_shape(columns, typename Config::TileN{}, Int<Config::kStagesPv>{}), make_coord(_0{}, _0{}, _0{})));
+      gemm(mma, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
+    };
+    if constexpr (part == Config::kPvParts - 1) {
+      issue(mma_pv_and_sums, typename Config::PvColumnsAndSums{}, tOrPV);
+    } else {
+      issue(mma_pv, typename Config::PvColumns{}, make_tensor(tOrPV.data(), FragmentPV{}.layout()));
+    }
+  };
+  auto const add_pv = [&](auto part, FragmentPVAndSums const& pv) CUTLASS_LAMBDA_FUNC_INLINE {
+    constexpr int kCount = decltype(size(FragmentPV{}))::value;
+    add_scaled<kCount>(tOrO, part * kCount, pv, v_scale);
+    if constexpr (Config::kSumsInPv && part == Config::kPvParts - 1) {
+      softmax.row_sum[0] += pv(kCount);  // four registers: two columns, both the sum, of each row
+      softmax.row_sum[1] += pv(kCount + 2);
+    }
   };
   auto const mask_and_update_max = [&](int n_block, float qk_scale_log2) CUTLASS_LAMBDA_FUNC_INLINE {
     if constexpr (Config::kMaxOfIntegers) {
@@ -115,6 +145,9 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     // Most blocks of a long sequence raise no row's maximum.
     if (__any_sync(0xffffffff, correction[0] != 1.f || correction[1] != 1.f)) {
       rescale(tOrO, correction);
+    }
+    if constexpr (Config::kSumsInPv) {
+      softmax.rescale_sums(correction);
     }
   };
 
@@ -197,8 +230,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
             if constexpr (part == kParts - 1) {
               release_v();
             }
-            auto const& pv = tOrPV[part % Config::kPvBuffers];
-            add_scaled(tOrO, part * size(pv), pv, v_scale);
+            add_pv(Int<part>{}, tOrPV[part % Config::kPvBuffers]);
           }
         });
         if (n_block == 0) {
@@ -236,7 +268,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
         mask_and_update_max(n_block, scale);
         warpgroup_wait<0>();
         release_v();
-        add_scaled(tOrO, 0, tOrPV[0], v_scale);
+        add_pv(_0{}, tOrPV[0]);
         softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
         v_scale = next_v_scale;
       }
@@ -248,7 +280,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
       rescale_o();
       warpgroup_wait<0>();
       release_v();
-      add_scaled(tOrO, 0, tOrPV[0], v_scale);
+      add_pv(_0{}, tOrPV[0]);
     }
     q_state.advance();
     store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);

@@ -14,9 +14,12 @@ constexpr float kPScaleLog2 = 8.f;
 // In place of a scale of 0, which would make NaN of a masked score's -inf.
 constexpr float kSmallestScale = 1e-37f;
 
+// Sums are 2^kPScaleLog2 times as large: where kSumsInPv, of P as it is rounded, from the tensor cores, a tile late, as
+// P V is; else of P before, and of this thread's columns only until finish().
+template <bool kSumsInPv>
 struct ScaledSoftmax {
   float row_max[kRowsPerThread];  // of the scaled scores, in base 2: the scale of the scores differs from tile to tile
-  float row_sum[kRowsPerThread];  // 2^kPScaleLog2 times as large; this thread's columns only, until finish()
+  float row_sum[kRowsPerThread];
 
   CUTLASS_DEVICE void reset() {
     CUTLASS_PRAGMA_UNROLL
@@ -49,6 +52,15 @@ struct ScaledSoftmax {
       float const new_max = fmaxf(row_max[i], tile_max[i] * scale_log2);
       correction[i] = exp2_approx(row_max[i] - finite_max(new_max));
       row_max[i] = new_max;
+    }
+    if constexpr (!kSumsInPv) {
+      rescale_sums(correction);
+    }
+  }
+
+  CUTLASS_DEVICE void rescale_sums(float const (&correction)[kRowsPerThread]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
       row_sum[i] *= correction[i];
     }
   }
@@ -77,15 +89,19 @@ struct ScaledSoftmax {
             return exp2_approx(fmaf(scores(first_accumulator_register(r + i) + j), scale_log2, offset[i]));
           };
           cutlass::Array<float, 4> const e{exponential(0), exponential(1), exponential(4), exponential(5)};
-          sum_even[i] = sum_even[i] + e[0] + e[2];
-          sum_odd[i] = sum_odd[i] + e[1] + e[3];
+          if constexpr (!kSumsInPv) {
+            sum_even[i] = sum_even[i] + e[0] + e[2];
+            sum_odd[i] = sum_odd[i] + e[1] + e[3];
+          }
           auto const bytes = Convert::convert(e);
           registers[r + i] = reinterpret_cast<uint32_t const&>(bytes);
         }
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        row_sum[first + i] = sum_even[i] + sum_odd[i];
+      if constexpr (!kSumsInPv) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          row_sum[first + i] = sum_even[i] + sum_odd[i];
+        }
       }
     }
   }
@@ -95,7 +111,7 @@ struct ScaledSoftmax {
     constexpr float kLn2 = 0.693147180559945309417f;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      float const sum = quad_reduce(row_sum[i], Sum{});
+      float const sum = kSumsInPv ? row_sum[i] : quad_reduce(row_sum[i], Sum{});
       inverse[i] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
       lse[i] = sum == 0.f ? -INFINITY : (row_max[i] - kPScaleLog2) * kLn2 + __logf(sum);
     }

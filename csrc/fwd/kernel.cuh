@@ -35,6 +35,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
     cutlass::arch::fence_barrier_init();
   }
+  if constexpr (Config::kFp8) {
+    write_ones<Config>(smem);
+  }
   __syncthreads();
 
   int const warpgroup_idx = cutlass::canonical_warp_group_idx();
