@@ -17,7 +17,7 @@ CUTLASS_DEVICE uint32_t sign_flips(float const* signs, int distance) {
   return flip(0) << 15 | flip(1) << 31;
 }
 
-// That of byte i of four.
+// The sign whose byte is number i of four.
 CUTLASS_DEVICE float read_sign(uint32_t bytes, int i) {
   return __uint_as_float(__byte_perm(bytes, 0, 0x0444 | i << 12));
 }
