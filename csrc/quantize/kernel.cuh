@@ -1,7 +1,7 @@
 // The quantiser: rotary embedding, minus the mean, signs and Hadamard transform, largest value of a block, e4m3.
 //
-// A CTA goes through its tiles, each of which stays in registers, as float32, from the load to the cast: x is read once,
-// x8 written once, both by TMA. Warps work alone but for the largest value of a tile.
+// A CTA goes through its tiles, each of which stays in registers, as float32, from the load to the cast: x is read
+// once, x8 written once, both by TMA. Warps work alone but for the largest value of a tile.
 #pragma once
 
 #include <cfloat>

@@ -17,6 +17,22 @@ CUTLASS_DEVICE void turn(float& a, float& b, float cos, float sin) {
   b = fmaf(b, cos, a_sin);
 }
 
+// op(a, b, cos, sin) for each pair (c, c + kWidth / 2) of the thread's columns.
+template <class Config, class Op>
+CUTLASS_DEVICE void with_tables(ThreadRow<Config> const& thread, typename Config::WarpSmem const& smem, Vector (&x)[8],
+                                Op&& op) {
+  int const offset = place<Config>(thread.row, thread.part * 128 + thread.swap * 32);
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 32; i += 4) {
+    float4 const cos = read_angles(smem.cosines, offset ^ (i * 4));
+    float4 const sin = read_angles(smem.sines, offset ^ (i * 4));
+    op(value(x, i), value(x, i + 32), cos.x, sin.x);
+    op(value(x, i + 1), value(x, i + 33), cos.y, sin.y);
+    op(value(x, i + 2), value(x, i + 34), cos.z, sin.z);
+    op(value(x, i + 3), value(x, i + 35), cos.w, sin.w);
+  }
+}
+
 template <class Config>
 CUTLASS_DEVICE void rotate(RotaryArg const& rotary, ThreadRow<Config> const& thread,
                            typename Config::WarpSmem const& smem, Vector (&x)[8]) {
@@ -33,16 +49,7 @@ CUTLASS_DEVICE void rotate(RotaryArg const& rotary, ThreadRow<Config> const& thr
       }
     }
   } else if (rotary.dim == Config::kWidth) {  // pairs are a thread's own
-    int const offset = place<Config>(thread.row, thread.part * 128 + thread.swap * 32);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 32; i += 4) {
-      float4 const cos = read_angles(smem.cosines, offset ^ (i * 4));
-      float4 const sin = read_angles(smem.sines, offset ^ (i * 4));
-      turn(value(x, i), value(x, i + 32), cos.x, sin.x);
-      turn(value(x, i + 1), value(x, i + 33), cos.y, sin.y);
-      turn(value(x, i + 2), value(x, i + 34), cos.z, sin.z);
-      turn(value(x, i + 3), value(x, i + 35), cos.w, sin.w);
-    }
+    with_tables(thread, smem, x, turn);
   } else {  // the partners come from the staged rows
     int const half = rotary.dim / 2;
     CUTLASS_PRAGMA_UNROLL
@@ -105,21 +112,11 @@ CUTLASS_DEVICE void combine_tables(ThreadRow<Config> const& thread, uint8_t cons
 template <class Config>
 CUTLASS_DEVICE void rotate_combined(ThreadRow<Config> const& thread, typename Config::WarpSmem const& smem,
                                     Vector (&x)[8]) {
-  int const offset = place<Config>(thread.row, thread.part * 128 + thread.swap * 32);
-  auto const combine = [](float& a, float& b, float p, float q) {
+  with_tables(thread, smem, x, [](float& a, float& b, float p, float q) {
     float const a_q = a * q, b_q = b * q;
     a = fmaf(a, p, b_q);
     b = fmaf(b, -p, a_q);
-  };
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < 32; i += 4) {
-    float4 const p = read_angles(smem.cosines, offset ^ (i * 4));
-    float4 const q = read_angles(smem.sines, offset ^ (i * 4));
-    combine(value(x, i), value(x, i + 32), p.x, q.x);
-    combine(value(x, i + 1), value(x, i + 33), p.y, q.y);
-    combine(value(x, i + 2), value(x, i + 34), p.z, q.z);
-    combine(value(x, i + 3), value(x, i + 35), p.w, q.w);
-  }
+  });
 }
 
 }  // namespace fa3
