@@ -262,7 +262,7 @@ def flash_attn_fp8_func(
     Returns:
         out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q. (It has passed through bfloat16, or
             float16 for float16 inputs.)
-        lse: with return_lse, (batch, num_heads_q, seqlen_q) float32.
+        lse: with return_lse, (batch, num_heads_q, seqlen_q) float32, rounded as flash_attn_func says of FP8.
 
         Rows that see no key are as in flash_attn_func: 0 and -inf.
 
