@@ -21,9 +21,6 @@ FP8_BLOCK = 128
 # P is computed times 2^8, the largest power of 2 that e4m3 holds, so that it lies in [0, 256]. Below 2^-9 e4m3 holds
 # nothing but 0. In [0, 1] that is a score of 6.2 below the largest one, and thousands of such keys may outweigh it.
 _P_SHIFT = 8.0
-# Up to this head_dim the kernel's row sums are a product with P too, of P in e4m3; above, they are of P in float32. The
-# former are what the weights in out are divided by exactly: equal values of V come back as they are.
-_MAX_HEAD_DIM_OF_ROUNDED_SUMS = 128
 # Scores per tile, of all batches and heads.
 _TILE_ELEMENTS = 1 << 21
 
@@ -188,9 +185,9 @@ def forward(
             subtracted = new_max.masked_fill(new_max == -math.inf, 0.0)
             p = torch.exp2(scores - subtracted + _P_SHIFT)
             correction = torch.exp2(row_max - subtracted)
+            # The sums are of what V is multiplied with, and not of P before: equal values of V come back as they are.
             p8 = p.to(E4M3).float()
-            summed = p8 if head_dim <= _MAX_HEAD_DIM_OF_ROUNDED_SUMS else p
-            row_sum = row_sum * correction + summed.sum(-1, keepdim=True)
+            row_sum = row_sum * correction + p8.sum(-1, keepdim=True)
             tile_out = tile_out * correction + v_descale[..., block] * (p8 @ v[..., keys, :])
             row_max = new_max
         has_no_key = row_sum == 0

@@ -101,8 +101,8 @@ def flash_attn_func(
         out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q (of FP8 inputs, out_dtype).
         lse: with return_attn_probs or return_lse, (batch, num_heads_q, seqlen_q), contiguous, float32 (float64 for
             float64 inputs): the natural logarithm of the sum over visible keys of exp(softmax_scale * q k^T). Of FP8
-            inputs, up to head_dim 128, the summands are those that out is made of, rounded to e4m3: each by at most a
-            16th of itself or 2^-18 of the row's largest. So results for parts of the keys combine consistently.
+            inputs the summands are those that out is made of, rounded to e4m3: each by at most a 16th of itself or
+            2^-18 of the row's largest. So results for parts of the keys combine consistently.
 
         A row that sees no key (causal with seqlen_q > seqlen_k, or seqlen_k = 0) has out 0 and lse -inf, gets dq 0, and
         adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine. NaN in v at a key that causal

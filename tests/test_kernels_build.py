@@ -96,8 +96,7 @@ def test_tile_is_the_sources(name):
     row, tile = kernel(name), tile_of(name)
     assert (row["head_dim"], row["tile_m"], row["tile_n"]) == (tile.head_dim, tile.tile_m, tile.tile_n)
     if row["pass"] == "fwd":
-        stages = tile.stages_k if row["dtype"] == "e4m3" else tile.stages_kv
-        assert (row["stages"], row["consumer_warpgroups"]) == (stages, tile.consumer_warpgroups)
+        assert (row["stages"], row["consumer_warpgroups"]) == (tile.stages_kv, tile.consumer_warpgroups)
     else:
         assert row["stages"] == tile.stages_q
 
@@ -280,10 +279,7 @@ def test_both_products_are_fp8(name):
     def products(columns: int, depth: int) -> list[str]:
         return [f"QGMMA.64x{columns}x32.F32.E4M3.E4M3"] * (depth // 32)
 
-    part, last = (
-        products(tile.pv_columns + sums, tile.tile_n)
-        for sums in (0, 8 if tile.head_dim <= 128 else 0)  # of P's rows
-    )
+    part, last = (products(tile.pv_columns + sums, tile.tile_n) for sums in (0, 8))  # of P's rows
     parts = tile.head_dim // tile.pv_columns
     # S of the first block and of the others; P V in its parts, or with the next S and of the last block.
     pv = [last] * 2 if tile.overlaps else [part] * (parts - 1) + [last]
@@ -294,16 +290,20 @@ def test_both_products_are_fp8(name):
 
 @each_fp8_forward
 def test_v_is_transposed_in_shared_memory(name):
-    """By ldmatrix.trans, byte permutations and stmatrix, 32 keys of 16 channels at a time."""
-    loads = [x for x in sass(name) if x.name.startswith("LDSM.16.MT88.4")]
-    if tile_of(name).v_transposed:
+    """By ldmatrix.trans, byte permutations and stmatrix, 32 keys of 16 channels at a time, in a loop for each warp."""
+    tile, code = tile_of(name), sass(name)
+    loads = [x for x in code if x.name.startswith("LDSM.16.MT88.4")]
+    if tile.v_transposed:
         assert not loads  # it comes so
         return
-    assert len(loads) == tile_of(name).tile_n // 32
-    loop = innermost_loop(sass(name), loads[0])
-    assert all(x in loop for x in loads)
-    assert count(loop, "STSM.16.M88.4") == len(loads)
-    assert count(loop, "PRMT") >= 4 * len(loads)
+    assert len(loads) == tile.tile_n // 32 * tile.head_dim // 16
+    loops = {loop[0].address: loop for loop in (innermost_loop(code, x) for x in loads)}
+    assert len(loops) == 3
+    for loop in loops.values():
+        num_loads = count(loop, "LDSM.16.MT88.4")
+        assert count(loop, "STSM.16.M88.4") == num_loads
+        assert count(loop, "PRMT") == 4 * num_loads
+        assert len(loop) < 7 * num_loads + 100  # without address arithmetic
 
 
 # --- SASS of the backward

@@ -42,9 +42,8 @@ class FwdFp8Tile:
 
     name: str
     consumer_warpgroups: int
-    stages_k: int
-    stages_v: int
-    stages_vt: int
+    stages_kv: int
+    stages_v_rows: int
     out_slabs: int
     pv_columns: int
     overlaps: bool
@@ -56,7 +55,7 @@ class FwdFp8Tile:
 
     @property
     def v_transposed(self) -> bool:
-        return self.stages_vt == 0
+        return self.stages_v_rows == 0
 
     @property
     def tile_m(self) -> int:

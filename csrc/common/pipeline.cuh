@@ -26,6 +26,12 @@ struct PipelineState {
       phase ^= 1;
     }
   }
+
+  CUTLASS_DEVICE PipelineState next() const {
+    PipelineState state = *this;
+    state.advance();
+    return state;
+  }
 };
 
 template <int kNumStages>

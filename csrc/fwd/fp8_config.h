@@ -40,11 +40,11 @@ struct FwdFp8Config {
   static constexpr int kSlabColumns = slab_columns(kHeadDim, sizeof(Element));
   static constexpr int kOutSlabColumns = slab_columns(kHeadDim);
   static constexpr int kStagesQ = 1;
-  static constexpr int kStagesK = kTile.stages_k;
-  static constexpr int kStagesV = kTile.stages_v;
-  static constexpr int kStagesVt = kTile.stages_vt;
-  static constexpr bool kVTransposed = kStagesVt == 0;
-  static constexpr int kStagesPv = kVTransposed ? kStagesV : kStagesVt;  // of V as P V reads it
+  static constexpr int kStagesKV = kTile.stages_kv;  // of K, and of V as P V reads it
+  static constexpr bool kVTransposed = kTile.stages_v_rows == 0;
+  static constexpr int kStagesK = kStagesKV;
+  static constexpr int kStagesV = kVTransposed ? kStagesKV : kTile.stages_v_rows;
+  static constexpr int kStagesVt = kVTransposed ? 0 : kStagesKV;
   static constexpr bool kOutReplacesQ = false;
   static constexpr int kOutSlabs = kTile.out_slabs;
   static constexpr bool kOverlaps = kTile.overlaps;
@@ -52,29 +52,30 @@ struct FwdFp8Config {
   static constexpr int kPvColumns = kTile.pv_columns;
   static constexpr int kPvParts = kHeadDim / kPvColumns;
   // The sums of P's rows come from the tensor cores too: after V's channels there are rows of ones, as many as WGMMA's
-  // least step, which the last part of P V includes. (At 256 ptxas then keeps scales in ordinary registers.)
-  static constexpr bool kSumsInPv = kHeadDim <= 128;
-  static constexpr int kSumColumns = kSumsInPv ? 8 : 0;
+  // least step, which the last part of P V includes.
+  static constexpr int kSumColumns = 8;
   static constexpr int kPvRows = kHeadDim + kSumColumns;
   // Parts of P V that are under way together, in the place of S.
   static constexpr int kPvBuffers = kOverlaps ? 1 : kTileN / kPvColumns;
-  // What is faster with some and not with others, for ptxas's reasons (docs/design/fp8.md): rows of the softmax at
-  // once, K and V asked for before they are needed (Pipeline::landed), scores compared as integers.
-  static constexpr int kRowsAtOnce = kHeadDim == 256 && kVTransposed ? 2 : 1;
-  static constexpr bool kAsksEarly = kHeadDim == 128 || (kHeadDim == 256 && kVTransposed);
-  static constexpr bool kMaxOfIntegers = kAsksEarly;
+  // What is faster with the one loop and not with the other (docs/design/fp8.md): K and V asked for before they are
+  // needed (Pipeline::landed), scores compared as integers.
+  static constexpr bool kAsksEarly = !kOverlaps;
+  static constexpr bool kMaxOfIntegers = !kOverlaps;
+  // Whether a register holds whose turn is next, or that is computed where the turn is passed: done one way for all,
+  // ptxas spills in some kernels or gives up their pipeline of WGMMAs (docs/design/fp8.md).
+  static constexpr bool kKeepsTurns = kHeadDim == 256 && !kVTransposed;
   static_assert(kHeadDim % kPvColumns == 0 && kPvBuffers <= kPvParts && (!kOverlaps || kPvParts == 1));
 
   static constexpr int kConsumerWarps = kConsumerWarpgroups * cutlass::NumWarpsPerWarpGroup;
   static constexpr int kNumThreads = (1 + kConsumerWarpgroups) * cutlass::NumThreadsPerWarpGroup;
   static constexpr int kTransposerWarps = cutlass::NumWarpsPerWarpGroup - 1;
   static constexpr int kVReaderWarps = kVTransposed ? kConsumerWarps : kTransposerWarps;
-  static constexpr int kTransposesAtOnce = kConsumerWarpgroups == 2 ? 4 : 2;  // as their registers allow
+  static constexpr int kTransposesUnderWay = kConsumerWarpgroups == 2 ? 4 : 1;  // as their registers allow
 
   static constexpr int kEntryRegisters = 65536 / kNumThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32;
-  // With more than 224 ptxas does not keep V's scales in uniform registers (as for kRowsAtOnce): 1 to 2 % slower.
-  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 2 ? (kVTransposed ? 224 : 232) : 160;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 56 : 32;
+  // With more than 224 ptxas does not keep scales in uniform registers: 1 to 4 % slower.
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 2 ? 224 : 160;
   static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters <=
                     (1 + kConsumerWarpgroups) * kEntryRegisters,
                 "setmaxnreg would wait for ever for registers that the CTA does not have");
@@ -91,9 +92,9 @@ struct FwdFp8Config {
   using PvColumnsAndSums = cute::Int<kPvColumns + kSumColumns>;
   using LayoutQ = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::_64, HeadDim, cute::Int<kStagesQ>>{}));
   using LayoutK = decltype(cute::tile_to_shape(Atom{}, cute::Shape<TileN, HeadDim, cute::Int<kStagesK>>{}));
-  // (kPvRows, kTileN, kStagesPv): a line of 128 bytes per channel, the keys permuted as P has them.
+  // (kPvRows, kTileN, kStagesKV): a line of 128 bytes per channel, the keys permuted as P has them.
   using LayoutVt = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                                cute::Shape<cute::Int<kPvRows>, TileN, cute::Int<kStagesPv>>{}));
+                                                cute::Shape<cute::Int<kPvRows>, TileN, cute::Int<kStagesKV>>{}));
 
   // S (64, kTileN) = Q K^T, both operands from shared memory.
   using MmaQK = decltype(cute::make_tiled_mma(

@@ -79,10 +79,9 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   auto& pipeline_q = smem.pipeline_q[warpgroup_idx];
   auto& pipeline_k = smem.pipeline_k;
   PipelineState<Config::kStagesQ> q_state;
-  PipelineState<Config::kStagesK> k_state;
-  PipelineState<Config::kStagesPv> v_state;
+  PipelineState<Config::kStagesKV> state;  // of K and of V
 
-  ScaledSoftmax<Config::kSumsInPv> softmax;
+  ScaledSoftmax softmax;
   float correction[kRowsPerThread];
   float v_scale;
 
@@ -93,23 +92,16 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     return tile.block * Config::kTileM + warpgroup_idx * kRowsPerWarpgroup;
   };
 
-  auto const release_k = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-    pipeline_k.release(k_state);
-    k_state.advance();
-  };
-  auto const release_v = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-    pipeline_v.release(v_state);
-    v_state.advance();
-  };
-  auto const issue_qk = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+  using State = decltype(state);
+  auto const issue_qk = [&](State const& k_state) CUTLASS_LAMBDA_FUNC_INLINE {
     gemm(mma_qk, tSrQ(_, _, _, q_state.stage), tSrK(_, _, _, k_state.stage), tSrS, /*accumulate=*/false);
   };
   auto const issue_pv = [&](auto part, FragmentPVAndSums& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
     auto const issue = [&](auto& mma, auto columns, auto&& tOrPV) CUTLASS_LAMBDA_FUNC_INLINE {
       Tensor sV = domain_offset(make_coord(part * typename Config::PvColumns{}, _0{}, _0{}), sVt);
       Tensor tOrV = mma.get_slice(0).partition_fragment_B(local_tile(
-          sV, make_shape(columns, typename Config::TileN{}, Int<Config::kStagesPv>{}), make_coord(_0{}, _0{}, _0{})));
-      gemm(mma, tOrP, tOrV(_, _, _, v_state.stage), tOrPV, /*accumulate=*/false);
+          sV, make_shape(columns, typename Config::TileN{}, Int<Config::kStagesKV>{}), make_coord(_0{}, _0{}, _0{})));
+      gemm(mma, tOrP, tOrV(_, _, _, state.stage), tOrPV, /*accumulate=*/false);
     };
     if constexpr (part == Config::kPvParts - 1) {
       issue(mma_pv_and_sums, typename Config::PvColumnsAndSums{}, tOrPV);
@@ -120,7 +112,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   auto const add_pv = [&](auto part, FragmentPVAndSums const& pv) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kCount = decltype(size(FragmentPV{}))::value;
     add_scaled<kCount>(tOrO, part * kCount, pv, v_scale);
-    if constexpr (Config::kSumsInPv && part == Config::kPvParts - 1) {
+    if constexpr (part == Config::kPvParts - 1) {
       softmax.row_sum[0] += pv(kCount);  // four registers: two columns, both the sum, of each row
       softmax.row_sum[1] += pv(kCount + 2);
     }
@@ -146,9 +138,15 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     if (__any_sync(0xffffffff, correction[0] != 1.f || correction[1] != 1.f)) {
       rescale(tOrO, correction);
     }
-    if constexpr (Config::kSumsInPv) {
-      softmax.rescale_sums(correction);
+    softmax.rescale_sums(correction);
+  };
+
+  auto const pass_turn = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    int idx = warpgroup_idx;
+    if constexpr (!Config::kKeepsTurns) {
+      asm volatile("" : "+r"(idx));  // what follows from it is computed here
     }
+    Schedule::pass_turn(idx);
   };
 
   Schedule::start(warpgroup_idx);
@@ -180,37 +178,38 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     clear(tOrO);
     if (skips_block) {
       Schedule::wait_turn(warpgroup_idx);
-      Schedule::pass_turn(warpgroup_idx);
-      pipeline_k.wait(k_state);
+      pass_turn();
+      pipeline_k.wait(state);
       __syncwarp();  // no lane still polls the barrier when the stage goes back
-      release_k();
+      pipeline_k.release(state);
+      state.advance();
     }
     pipeline_q.wait(q_state);
 
     int n_block = range.end - 1;
     float scale = qk_scale_log2(n_block);
     v_scale = v_scale_of(n_block);
-    pipeline_k.wait(k_state);
+    pipeline_k.wait(state);
     Schedule::wait_turn(warpgroup_idx);
-    issue_qk();
-    Schedule::pass_turn(warpgroup_idx);
+    issue_qk(state);
+    pass_turn();
     warpgroup_wait<0>();
-    release_k();
+    pipeline_k.release(state);
     if (skips_block) {
-      pipeline_v.wait(v_state);
+      pipeline_v.wait(state.previous());
       __syncwarp();
-      release_v();
+      pipeline_v.release(state.previous());
     }
     mask_and_update_max(n_block, scale);
     correction[0] = correction[1] = 1.f;  // O is empty
-    softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
+    softmax.exponentiate(tSrS, scale, tOrP);
 
     if constexpr (!Config::kOverlaps) {
       bool v_landed = false;
       // One loop, left in the middle: with the last P V after it, ptxas spills.
       while (true) {
         Schedule::wait_turn(warpgroup_idx);
-        pipeline_v.wait(v_state, v_landed);
+        pipeline_v.wait(state, v_landed);
         bool k_landed = false;
         // Part p is added to O when kPvBuffers - 1 more are under way.
         constexpr int kParts = Config::kPvParts, kAhead = Config::kPvBuffers - 1;
@@ -219,7 +218,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
             issue_pv(step, tOrPV[step % Config::kPvBuffers]);
           }
           if constexpr (Config::kAsksEarly && step == kParts - 1) {
-            k_landed = pipeline_k.landed(k_state);
+            k_landed = pipeline_k.landed(state.next());
           }
           if constexpr (step == 0) {
             rescale_o();
@@ -228,7 +227,8 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
           if constexpr (part >= 0) {
             warpgroup_wait<cute::min(kAhead, kParts - 1 - part)>();
             if constexpr (part == kParts - 1) {
-              release_v();
+              pipeline_v.release(state);
+              state.advance();
             }
             add_pv(Int<part>{}, tOrPV[part % Config::kPvBuffers]);
           }
@@ -237,49 +237,52 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
           break;
         }
         --n_block;
-        pipeline_k.wait(k_state, k_landed);
-        issue_qk();
-        Schedule::pass_turn(warpgroup_idx);
+        pipeline_k.wait(state, k_landed);
+        issue_qk(state);
+        pass_turn();
         scale = qk_scale_log2(n_block);
         v_scale = v_scale_of(n_block);
         warpgroup_wait<0>();
-        release_k();
+        pipeline_k.release(state);
         if constexpr (Config::kAsksEarly) {
-          v_landed = pipeline_v.landed(v_state);
+          v_landed = pipeline_v.landed(state);
         }
         mask_and_update_max(n_block, scale);
-        softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
+        softmax.exponentiate(tSrS, scale, tOrP);
       }
-      Schedule::pass_turn(warpgroup_idx);
+      pass_turn();
       pipeline_q.release(q_state);
     } else {
       for (--n_block; n_block >= 0; --n_block) {
         scale = qk_scale_log2(n_block);
         float const next_v_scale = v_scale_of(n_block);
-        pipeline_k.wait(k_state);
+        State const next_state = state.next();
+        pipeline_k.wait(next_state);
         Schedule::wait_turn(warpgroup_idx);
-        issue_qk();
-        pipeline_v.wait(v_state);
+        issue_qk(next_state);
+        pipeline_v.wait(state);
         issue_pv(_0{}, tOrPV[0]);
-        Schedule::pass_turn(warpgroup_idx);
+        pass_turn();
         rescale_o();
         warpgroup_wait<1>();
-        release_k();
+        pipeline_k.release(next_state);
         mask_and_update_max(n_block, scale);
         warpgroup_wait<0>();
-        release_v();
+        pipeline_v.release(state);
         add_pv(_0{}, tOrPV[0]);
-        softmax.template exponentiate<Config::kRowsAtOnce>(tSrS, scale, tOrP);
+        softmax.exponentiate(tSrS, scale, tOrP);
         v_scale = next_v_scale;
+        state = next_state;
       }
       pipeline_q.release(q_state);
-      pipeline_v.wait(v_state);
+      pipeline_v.wait(state);
       Schedule::wait_turn(warpgroup_idx);
       issue_pv(_0{}, tOrPV[0]);
-      Schedule::pass_turn(warpgroup_idx);
+      pass_turn();
       rescale_o();
       warpgroup_wait<0>();
-      release_v();
+      pipeline_v.release(state);
+      state.advance();
       add_pv(_0{}, tOrPV[0]);
     }
     q_state.advance();

@@ -26,11 +26,16 @@ constexpr int kTransposedChannels = 16;
 
 // V in slabs [tile_n keys][kSlabBytes]: the 16 bytes whose address lane `lane` gives ldmatrix, of the keys from `key`
 // (a multiple of 32) and the channels from `channel` (of 16). Matrix lane / 8 has 8 keys. A channel's chunk of 16 bytes
-// is exclusive-ored with the row's swizzle, so that one register per lane is all that a loop must keep.
+// is exclusive-ored with the row's swizzle, so that one register per lane is all that a loop must keep; what is added
+// to that, v_tile_offset, is the same for all lanes.
+template <int kSlabBytes>
+FA3_HOST_DEVICE constexpr int v_tile_offset(int key, int channel, int tile_n) {
+  return (channel / kSlabBytes * tile_n + key) * kSlabBytes;
+}
 template <int kSlabBytes>
 FA3_HOST_DEVICE int v_load_offset(int lane, int key, int channel, int tile_n) {
   int const swizzle = swizzled_chunk<kSlabBytes>(lane, 0) * 16;
-  return ((lane * kSlabBytes + swizzle) ^ channel % kSlabBytes) + (channel / kSlabBytes * tile_n + key) * kSlabBytes;
+  return ((lane * kSlabBytes + swizzle) ^ channel % kSlabBytes) + v_tile_offset<kSlabBytes>(key, channel, tile_n);
 }
 
 // For __byte_perm of r0 and r1, or of r2 and r3: the bytes of one of the lane's channels, and then of the other. The

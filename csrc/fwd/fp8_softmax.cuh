@@ -14,11 +14,10 @@ constexpr float kPScaleLog2 = 8.f;
 // In place of a scale of 0, which would make NaN of a masked score's -inf.
 constexpr float kSmallestScale = 1e-37f;
 
-// Sums are 2^kPScaleLog2 times as large: where kSumsInPv, of P as it is rounded, from the tensor cores, a tile late, as
-// P V is; else of P before, and of this thread's columns only until finish().
-template <bool kSumsInPv>
 struct ScaledSoftmax {
   float row_max[kRowsPerThread];  // of the scaled scores, in base 2: the scale of the scores differs from tile to tile
+  // Of P as e4m3 holds it, scaled up: what O is to be divided by. The tensor cores add it up, and it comes in a tile
+  // late, as P V does.
   float row_sum[kRowsPerThread];
 
   CUTLASS_DEVICE void reset() {
@@ -53,9 +52,6 @@ struct ScaledSoftmax {
       correction[i] = exp2_approx(row_max[i] - finite_max(new_max));
       row_max[i] = new_max;
     }
-    if constexpr (!kSumsInPv) {
-      rescale_sums(correction);
-    }
   }
 
   CUTLASS_DEVICE void rescale_sums(float const (&correction)[kRowsPerThread]) {
@@ -65,43 +61,23 @@ struct ScaledSoftmax {
     }
   }
 
-  // Then P, in e4m3, as an A operand over the permuted keys (fwd/fp8_layout.h). The casts and sums of some scores lie
-  // between the exponentials of others, which take 8 cycles each, as long as no branch parts them.
-  template <int kRowsAtOnce, class Scores, class Operand>
-  CUTLASS_DEVICE void exponentiate(Scores& scores, float scale_log2, Operand& p) {
+  // Then P, in e4m3, as an A operand over the permuted keys (fwd/fp8_layout.h). The casts of some scores lie between
+  // the exponentials of others, which take 8 cycles each, as long as no branch parts them.
+  template <class Scores, class Operand>
+  CUTLASS_DEVICE void exponentiate(Scores const& scores, float scale_log2, Operand& p) {
     using Convert = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>;
     constexpr int kRegisters = decltype(cute::size(p))::value / 4;
     auto* registers = reinterpret_cast<uint32_t*>(p.data());
     CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < kRowsPerThread; first += kRowsAtOnce) {
-      float offset[kRowsAtOnce], sum_even[kRowsAtOnce], sum_odd[kRowsAtOnce];
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      float const offset = kPScaleLog2 - finite_max(row_max[row]);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        offset[i] = kPScaleLog2 - finite_max(row_max[first + i]);
-        sum_even[i] = row_sum[first + i];
-        sum_odd[i] = 0.f;
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = first; r < kRegisters; r += kRowsPerThread) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kRowsAtOnce; ++i) {
-          auto const exponential = [&](int j) CUTLASS_LAMBDA_FUNC_INLINE {
-            return exp2_approx(fmaf(scores(first_accumulator_register(r + i) + j), scale_log2, offset[i]));
-          };
-          cutlass::Array<float, 4> const e{exponential(0), exponential(1), exponential(4), exponential(5)};
-          if constexpr (!kSumsInPv) {
-            sum_even[i] = sum_even[i] + e[0] + e[2];
-            sum_odd[i] = sum_odd[i] + e[1] + e[3];
-          }
-          auto const bytes = Convert::convert(e);
-          registers[r + i] = reinterpret_cast<uint32_t const&>(bytes);
-        }
-      }
-      if constexpr (!kSumsInPv) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kRowsAtOnce; ++i) {
-          row_sum[first + i] = sum_even[i] + sum_odd[i];
-        }
+      for (int r = row; r < kRegisters; r += kRowsPerThread) {
+        auto const exponential = [&](int j) CUTLASS_LAMBDA_FUNC_INLINE {
+          return exp2_approx(fmaf(scores(first_accumulator_register(r) + j), scale_log2, offset));
+        };
+        auto const bytes = Convert::convert({exponential(0), exponential(1), exponential(4), exponential(5)});
+        registers[r] = reinterpret_cast<uint32_t const&>(bytes);
       }
     }
   }
@@ -111,9 +87,8 @@ struct ScaledSoftmax {
     constexpr float kLn2 = 0.693147180559945309417f;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      float const sum = kSumsInPv ? row_sum[i] : quad_reduce(row_sum[i], Sum{});
-      inverse[i] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
-      lse[i] = sum == 0.f ? -INFINITY : (row_max[i] - kPScaleLog2) * kLn2 + __logf(sum);
+      inverse[i] = row_sum[i] == 0.f ? 0.f : __fdividef(1.f, row_sum[i]);
+      lse[i] = row_sum[i] == 0.f ? -INFINITY : (row_max[i] - kPScaleLog2) * kLn2 + __logf(row_sum[i]);
     }
   }
 

@@ -49,9 +49,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       produce<Config>(params, smem);
     }
     if constexpr (Config::kFp8 && !Config::kVTransposed) {
-      if (warp_idx > 0) {
-        transpose_v<Config>(params, smem, warp_idx - 1);
-      }
+      cute::for_each(cute::make_int_sequence<Config::kTransposerWarps>{}, [&](auto transposer) {
+        if (warp_idx == transposer + 1) {
+          transpose_v<Config, transposer>(params, smem);
+        }
+      });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

@@ -23,9 +23,8 @@ constexpr int kFp8BlockRows = 128;
 
 struct FwdFp8Tile {
   int consumer_warpgroups;
-  int stages_k;
-  int stages_v;   // of V as it is in global memory
-  int stages_vt;  // of V transposed in the kernel; 0: V is in global memory as P V needs it
+  int stages_kv;      // of K, and of V as P V needs it
+  int stages_v_rows;  // of V before the kernel has transposed it; 0: it is in global memory as P V needs it
   int out_slabs;
   int pv_columns;  // of O whose P V is computed at a time
   // P V of a block runs together with Q K^T of the next. Else each has the registers of the other.
@@ -42,11 +41,11 @@ constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1};
 constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, 512, 1024};
 constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0};
 
-constexpr FwdFp8Tile kFwdFp8Hdim64{3, 4, 3, 3, 1, 64, true};
-constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 3, 2, 64, false};
-constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 2, 128, false};
-constexpr FwdFp8Tile kFwdFp8Hdim64Vt{3, 2, 2, 0, 1, 64, true};
-constexpr FwdFp8Tile kFwdFp8Hdim128Vt{3, 2, 2, 0, 2, 64, false};
-constexpr FwdFp8Tile kFwdFp8Hdim256Vt{2, 2, 2, 0, 4, 128, false};
+constexpr FwdFp8Tile kFwdFp8Hdim64{3, 3, 3, 1, 64, true};
+constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 2, 64, false};
+constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 128, false};
+constexpr FwdFp8Tile kFwdFp8Hdim64Vt{3, 2, 0, 1, 64, true};
+constexpr FwdFp8Tile kFwdFp8Hdim128Vt{3, 2, 0, 2, 64, false};
+constexpr FwdFp8Tile kFwdFp8Hdim256Vt{2, 2, 0, 4, 128, false};
 
 }  // namespace fa3

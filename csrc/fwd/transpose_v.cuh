@@ -7,8 +7,7 @@
 // How bytes move is drawn in fwd/fp8_layout.h.
 #pragma once
 
-#include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/copy_sm90.hpp>
+#include <cute/algorithm/tuple_algorithms.hpp>
 
 #include "common/block_range.h"
 #include "fwd/fp8_config.h"
@@ -16,37 +15,41 @@
 
 namespace fa3 {
 
-// 16 channels of all keys. kTransposesAtOnce loads are under way together: one alone leaves the warp waiting for it.
-template <class Config>
-CUTLASS_DEVICE void transpose_channels(uint8_t const* v, uint8_t* vt, int channel) {
-  constexpr int kAtOnce = Config::kTransposesAtOnce;
-  int const lane_idx = cutlass::canonical_lane_idx();
-  int const first = channel_bytes(lane_idx, 0), second = channel_bytes(lane_idx, 1);
-  CUTLASS_PRAGMA_UNROLL
-  for (int key = 0; key < Config::kTileN; key += kAtOnce * kTransposedKeys) {
-    uint32_t r[kAtOnce][4];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const source =
-          v_load_offset<Config::kSlabColumns>(lane_idx, key + i * kTransposedKeys, channel, Config::kTileN);
-      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(v + source), r[i][0], r[i][1], r[i][2],
-                                    r[i][3]);
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const destination = vt_store_offset(lane_idx, key + i * kTransposedKeys, channel);
-      cute::SM90_U32x4_STSM_N::copy(__byte_perm(r[i][0], r[i][1], first), __byte_perm(r[i][0], r[i][1], second),
-                                    __byte_perm(r[i][2], r[i][3], first), __byte_perm(r[i][2], r[i][3], second),
-                                    *reinterpret_cast<cute::uint128_t*>(vt + destination));
-    }
-  }
+// ldmatrix.trans and stmatrix of four matrices. The offset is part of the instruction: where the loop below is
+// unrolled, a lane's addresses differ by constants, and moving 512 bytes takes 6 instructions.
+template <int kOffset>
+CUTLASS_DEVICE void load_transposed(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address), "n"(kOffset));
+}
+template <int kOffset>
+CUTLASS_DEVICE void store(uint32_t address, uint32_t const (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0 + %1], {%2, %3, %4, %5};" ::"r"(address), "n"(kOffset),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
 }
 
-// Transposes what the producer brings, in its order.
-template <class Config>
-CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename Config::SharedStorage& smem,
-                                int transposer_idx) {
+// Transposes what the producer brings, in its order. This warp's share of a tile: every kTransposerWarps-th 16
+// channels.
+template <class Config, int kTransposer>
+CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename Config::SharedStorage& smem) {
   static_assert(Config::kTileN == 128, "a line of the transposed tile is a swizzle's 128 bytes");
+  constexpr int kSlab = Config::kSlabColumns;
+  constexpr int kKeySteps = Config::kTileN / kTransposedKeys;
+  constexpr int kChannelSteps =
+      cute::ceil_div(Config::kHeadDim / kTransposedChannels - kTransposer, Config::kTransposerWarps);
+  constexpr int kSteps = kChannelSteps * kKeySteps;
+  constexpr int kUnderWay = cute::min(Config::kTransposesUnderWay, kSteps);
+  auto const channel_of = [](int step) {
+    return (kTransposer + step / kKeySteps * Config::kTransposerWarps) * kTransposedChannels;
+  };
+  auto const key_of = [](int step) { return step % kKeySteps * kTransposedKeys; };
+
+  int const lane_idx = cutlass::canonical_lane_idx();
+  int const first = channel_bytes(lane_idx, 0), second = channel_bytes(lane_idx, 1);
+  uint32_t const lane_v = cute::cast_smem_ptr_to_uint(smem.v) + v_load_offset<kSlab>(lane_idx, 0, 0, Config::kTileN);
+  uint32_t const lane_vt = cute::cast_smem_ptr_to_uint(smem.vt) + vt_store_offset(lane_idx, 0, 0);
+
   PipelineState<Config::kStagesV> v_state;
   PipelineState<Config::kStagesVt> own_vt_state;
   // Rings that turn at the same pace share a state: a transposer has few registers.
@@ -64,17 +67,35 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
       smem.pipeline_v.wait(v_state);
       smem.pipeline_vt.empty[vt_state.stage].wait(vt_state.phase ^ 1);
       compiler_fence();
-      auto const* v = reinterpret_cast<uint8_t const*>(smem.v[v_state.stage]);
-      auto* vt = reinterpret_cast<uint8_t*>(smem.vt[vt_state.stage]);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int channel = kTransposedChannels * transposer_idx; channel < Config::kHeadDim;
-           channel += kTransposedChannels * Config::kTransposerWarps) {
-        transpose_channels<Config>(v, vt, channel);
+      uint32_t const v = lane_v + v_state.stage * sizeof(smem.v[0]);
+      uint32_t vt[kKeySteps];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kKeySteps; ++i) {
+        vt[i] = lane_vt + vt_state.stage * sizeof(smem.vt[0]) ^ i * kTransposedKeys;
+        asm volatile("" : "+r"(vt[i]));  // else the channel is added before the exclusive or, each time
       }
+      uint32_t r[kUnderWay][4];
+      auto const load = [&](auto step) CUTLASS_LAMBDA_FUNC_INLINE {
+        constexpr int kChannel = channel_of(step);
+        load_transposed<v_tile_offset<kSlab>(key_of(step), kChannel, Config::kTileN)>(v ^ kChannel % kSlab,
+                                                                                      r[step % kUnderWay]);
+      };
+      // kUnderWay loads are under way together: one alone leaves the warp waiting for it.
+      cute::for_each(cute::make_int_sequence<kUnderWay>{}, load);
+      cute::for_each(cute::make_int_sequence<kSteps>{}, [&](auto step) CUTLASS_LAMBDA_FUNC_INLINE {
+        auto const& loaded = r[step % kUnderWay];
+        uint32_t const transposed[4] = {
+            __byte_perm(loaded[0], loaded[1], first), __byte_perm(loaded[0], loaded[1], second),
+            __byte_perm(loaded[2], loaded[3], first), __byte_perm(loaded[2], loaded[3], second)};
+        if constexpr (step + kUnderWay < kSteps) {
+          load(cute::Int<step + kUnderWay>{});
+        }
+        store<channel_of(step) * Config::kTileN>(vt[step % kKeySteps], transposed);
+      });
       cutlass::arch::fence_view_async_shared();  // V is written, then read by WGMMA
       __syncwarp();
       smem.pipeline_v.release(v_state);
-      if (cutlass::canonical_lane_idx() == 0) {
+      if (lane_idx == 0) {
         smem.pipeline_vt.full[vt_state.stage].arrive();
       }
       if constexpr (!kInStep) {
