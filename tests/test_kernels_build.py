@@ -281,9 +281,10 @@ def test_both_products_are_fp8(name):
 
     part, last = (products(tile.pv_columns + sums, tile.tile_n) for sums in (0, 8))  # of P's rows
     parts = tile.head_dim // tile.pv_columns
-    # S of the first block and of the others; P V in its parts, or with the next S and of the last block.
+    # S of the first block and of the others, and of two warpgroups that of the next tile's first; P V in its parts, or
+    # with the next S and of the last block.
     pv = [last] * 2 if tile.overlaps else [part] * (parts - 1) + [last]
-    expected = [products(tile.tile_n, tile.head_dim)] * 2 + pv
+    expected = [products(tile.tile_n, tile.head_dim)] * (3 if tile.consumer_warpgroups == 2 else 2) + pv
     assert sorted(groups_of_qgmmas(code)) == sorted(expected)
     assert count(code, "HGMMA") == 0
 

@@ -9,6 +9,7 @@
 //                              maximum, wait P V, add it to O, exponentials
 // else, per step:              wait its turn, P V (block before) in parts, in the registers where S was, each added to
 //                              O, issue S, pass the turn, wait S, mask, maximum, exponentials
+// Config::kOverlapsTiles:      after a tile's last P V the next tile's first S is issued, and runs while O is written
 #pragma once
 
 #include "common/block_range.h"
@@ -149,15 +150,54 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     Schedule::pass_turn(idx);
   };
 
-  Schedule::start(warpgroup_idx);
-  while (scheduler.next(tile)) {
+  int n_block = 0;
+  bool skips_block = false;  // the CTA's last key block, hidden from all of this warpgroup's rows
+  auto const find_blocks = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     BlockRange const range =
         block_range(first_row(), kRowsPerWarpgroup, Config::kTileN, params.seqlen_q, params.seqlen_k, params.causal);
     unmasked_end = range.unmasked_end;
-    // Whether the CTA's last key block is hidden from all of this warpgroup's rows.
-    bool const skips_block = range.end < block_range(tile.block * Config::kTileM, Config::kTileM, Config::kTileN,
-                                                     params.seqlen_q, params.seqlen_k, params.causal)
-                                             .end;
+    n_block = range.end - 1;
+    skips_block = range.end < block_range(tile.block * Config::kTileM, Config::kTileM, Config::kTileN, params.seqlen_q,
+                                          params.seqlen_k, params.causal)
+                                  .end;
+  };
+  auto const skip_block = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    pass_turn();
+    pipeline_k.wait(state);
+    __syncwarp();  // no lane still polls the barrier when the stage goes back
+    pipeline_k.release(state);
+    state.advance();
+  };
+  // The first Q K^T of a tile, in a turn that this warpgroup has.
+  auto const begin_tile = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    find_blocks();
+    if (skips_block) {
+      skip_block();
+      Schedule::wait_turn(warpgroup_idx);
+    }
+    pipeline_q.wait(q_state);
+    pipeline_k.wait(state);
+    issue_qk(state);
+    pass_turn();
+  };
+  auto const release_q = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    pipeline_q.release(q_state);
+    q_state.advance();
+  };
+
+  Schedule::start(warpgroup_idx);
+  if (!scheduler.next(tile)) {
+    return;
+  }
+  if constexpr (Config::kOverlapsTiles) {
+    Schedule::wait_turn(warpgroup_idx);
+    begin_tile();
+    warpgroup_wait<0>();
+  }
+  while (true) {
+    if constexpr (!Config::kOverlapsTiles) {
+      find_blocks();
+    }
     int const kv_head_idx = tile.head_idx / params.group_size;
     int const k_offset = scales_offset(params.k_scales, tile.batch_idx, kv_head_idx);
     int const v_offset = scales_offset(params.v_scales, tile.batch_idx, kv_head_idx);
@@ -176,25 +216,26 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
 
     softmax.reset();
     clear(tOrO);
-    if (skips_block) {
-      Schedule::wait_turn(warpgroup_idx);
-      pass_turn();
-      pipeline_k.wait(state);
-      __syncwarp();  // no lane still polls the barrier when the stage goes back
-      pipeline_k.release(state);
-      state.advance();
+    if constexpr (!Config::kOverlapsTiles) {
+      if (skips_block) {
+        Schedule::wait_turn(warpgroup_idx);
+        skip_block();
+      }
+      pipeline_q.wait(q_state);
     }
-    pipeline_q.wait(q_state);
-
-    int n_block = range.end - 1;
     float scale = qk_scale_log2(n_block);
     v_scale = v_scale_of(n_block);
-    pipeline_k.wait(state);
-    Schedule::wait_turn(warpgroup_idx);
-    issue_qk(state);
-    pass_turn();
-    warpgroup_wait<0>();
+    if constexpr (!Config::kOverlapsTiles) {
+      pipeline_k.wait(state);
+      Schedule::wait_turn(warpgroup_idx);
+      issue_qk(state);
+      pass_turn();
+      warpgroup_wait<0>();
+    }
     pipeline_k.release(state);
+    if (Config::kOverlapsTiles && n_block == 0) {
+      release_q();
+    }
     if (skips_block) {
       pipeline_v.wait(state.previous());
       __syncwarp();
@@ -244,14 +285,18 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
         v_scale = v_scale_of(n_block);
         warpgroup_wait<0>();
         pipeline_k.release(state);
+        if (Config::kOverlapsTiles && n_block == 0) {
+          release_q();
+        }
         if constexpr (Config::kAsksEarly) {
           v_landed = pipeline_v.landed(state);
         }
         mask_and_update_max(n_block, scale);
         softmax.exponentiate(tSrS, scale, tOrP);
       }
-      pass_turn();
-      pipeline_q.release(q_state);
+      if constexpr (!Config::kOverlapsTiles) {
+        pass_turn();
+      }
     } else {
       for (--n_block; n_block >= 0; --n_block) {
         scale = qk_scale_log2(n_block);
@@ -274,7 +319,6 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
         v_scale = next_v_scale;
         state = next_state;
       }
-      pipeline_q.release(q_state);
       pipeline_v.wait(state);
       Schedule::wait_turn(warpgroup_idx);
       issue_pv(_0{}, tOrPV[0]);
@@ -285,8 +329,23 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
       state.advance();
       add_pv(_0{}, tOrPV[0]);
     }
-    q_state.advance();
-    store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);
+    if constexpr (Config::kOverlapsTiles) {
+      Tile const ended = tile;
+      if (!scheduler.next(tile)) {
+        pass_turn();
+        store_tile<Config>(params, smem, warpgroup_idx, ended, softmax, tOrO);
+        break;
+      }
+      begin_tile();
+      store_tile<Config>(params, smem, warpgroup_idx, ended, softmax, tOrO);
+      warpgroup_wait<0>();
+    } else {
+      release_q();
+      store_tile<Config>(params, smem, warpgroup_idx, tile, softmax, tOrO);
+      if (!scheduler.next(tile)) {
+        break;
+      }
+    }
   }
   cute::tma_store_wait<0>();  // shared memory outlives the reads of the last store
 }
