@@ -14,9 +14,9 @@ import fa3
 SHAPES = ((130, 200), (100, 70), (70, 1))  # (seqlen_q, seqlen_k): ragged tiles, rows without keys, one key
 
 
-def inputs(seqlen_q: int, seqlen_k: int, head_dim: int) -> list[torch.Tensor]:
+def inputs(seqlen_q: int, seqlen_k: int, head_dim: int, num_heads_q: int = 2) -> list[torch.Tensor]:
     """From the host, so that no kernel runs but ours. Head_dim 8 less than the kernel's, GQA."""
-    shapes = (1, seqlen_q, 2, head_dim - 8), *((1, seqlen_k, 1, head_dim - 8),) * 2
+    shapes = (1, seqlen_q, num_heads_q, head_dim - 8), *((1, seqlen_k, 1, head_dim - 8),) * 2
     return [torch.randn(shape).bfloat16().cuda() for shape in shapes]
 
 
@@ -44,9 +44,12 @@ def backward() -> None:
 
 
 def fp8() -> None:
-    """The quantiser and the FP8 forward."""
-    for tile, (seqlen_q, seqlen_k), causal in itertools.product(FWD_FP8_TILES.values(), SHAPES, (False, True)):
-        x = fa3.quantize_fp8(*inputs(seqlen_q, seqlen_k, tile.head_dim), v_transposed=tile.v_transposed)
+    """The quantiser and the FP8 forward, also with more tiles than CTAs, which go from one to the next."""
+    many_heads = torch.cuda.get_device_properties(0).multi_processor_count + 4
+    cases = [(*shape, 2) for shape in SHAPES] + [(70, 200, many_heads)]
+    for tile, case, causal in itertools.product(FWD_FP8_TILES.values(), cases, (False, True)):
+        seqlen_q, seqlen_k, num_heads_q = case
+        x = fa3.quantize_fp8(*inputs(seqlen_q, seqlen_k, tile.head_dim, num_heads_q), v_transposed=tile.v_transposed)
         scales = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
         options = {"causal": causal, "v_transposed": tile.v_transposed, "return_lse": True}
         check(*fa3.flash_attn_func(x.q, x.k, x.v, **scales, **options))
