@@ -61,7 +61,7 @@ struct FwdFp8Config {
   // needed (Pipeline::landed), scores compared as integers.
   static constexpr bool kAsksEarly = !kOverlaps;
   static constexpr bool kMaxOfIntegers = !kOverlaps;
-  // Whether the next tile's first Q K^T runs while O is written. (With three warpgroups: -3 to 0 %.)
+  // Whether the next tile's first Q K^T runs while O is written. (With three warpgroups: slower from 1k keys on.)
   static constexpr bool kOverlapsTiles = !kOverlaps && kConsumerWarpgroups == 2;
   // Whether a register holds whose turn is next, or that is computed where the turn is passed: done one way for all,
   // ptxas spills in some kernels or gives up their pipeline of WGMMAs (docs/design/fp8.md).

@@ -80,7 +80,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
   auto& pipeline_q = smem.pipeline_q[warpgroup_idx];
   auto& pipeline_k = smem.pipeline_k;
   PipelineState<Config::kStagesQ> q_state;
-  PipelineState<Config::kStagesKV> state;  // of K and of V
+  PipelineState<Config::kStagesKV> state;  // of K and of V: rings of as many stages, and a block has the same in both
 
   ScaledSoftmax softmax;
   float correction[kRowsPerThread];
@@ -152,6 +152,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
 
   int n_block = 0;
   bool skips_block = false;  // the CTA's last key block, hidden from all of this warpgroup's rows
+  // What the tile's rows see.
   auto const find_blocks = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     BlockRange const range =
         block_range(first_row(), kRowsPerWarpgroup, Config::kTileN, params.seqlen_q, params.seqlen_k, params.causal);
@@ -161,6 +162,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
                                           params.seqlen_k, params.causal)
                                   .end;
   };
+  // The turn and the K of a block that is skipped. Its V, which lands later, goes back after the first S.
   auto const skip_block = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     pass_turn();
     pipeline_k.wait(state);
@@ -168,7 +170,7 @@ CUTLASS_DEVICE void consume_fp8(FwdFp8KernelParams const& params, typename Confi
     pipeline_k.release(state);
     state.advance();
   };
-  // The first Q K^T of a tile, in a turn that this warpgroup has.
+  // Config::kOverlapsTiles: issues the first S of a tile, in a turn that this warpgroup already has.
   auto const begin_tile = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     find_blocks();
     if (skips_block) {

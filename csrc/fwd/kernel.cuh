@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       produce<Config>(params, smem);
     }
     if constexpr (Config::kFp8 && !Config::kVTransposed) {
+      // Code of its own for each warp, whose offsets are constants in it.
       cute::for_each(cute::make_int_sequence<Config::kTransposerWarps>{}, [&](auto transposer) {
         if (warp_idx == transposer + 1) {
           transpose_v<Config, transposer>(params, smem);

@@ -11,7 +11,7 @@
 //
 //   tile 0:  K2  Q  K1 V2  K0 V1     tile 1:  K2 V0 Q  K1 V2 ...
 //
-// FP8 kernels that do not overlap the two (Config::kVBehindK) take K2 Q V2  K1 V1  K0 V0.
+// FP8 kernels whose P V comes before the next Q K^T, and not with it (Config::kVBehindK), take K2 Q V2  K1 V1  K0 V0.
 #pragma once
 
 #include "common/block_range.h"
