@@ -1,4 +1,5 @@
 #include "bwd/launch.cuh"
 
-static fa3::BwdKernelRegistration const registration(
-    fa3::bwd_kernel_row<cutlass::bfloat16_t, 192, fa3::kBwdHdim192>("bwd_bf16_hdim192"));
+namespace fa3::bwd {
+static Kernels::Entry const entry(kernel_row<cutlass::bfloat16_t, HeadDims<192>, kHdim192>("bwd_bf16_hdim192"));
+}

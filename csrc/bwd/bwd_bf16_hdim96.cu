@@ -1,4 +1,5 @@
 #include "bwd/launch.cuh"
 
-static fa3::BwdKernelRegistration const registration(
-    fa3::bwd_kernel_row<cutlass::bfloat16_t, 96, fa3::kBwdHdim96>("bwd_bf16_hdim96"));
+namespace fa3::bwd {
+static Kernels::Entry const entry(kernel_row<cutlass::bfloat16_t, HeadDims<96>, kHdim96>("bwd_bf16_hdim96"));
+}

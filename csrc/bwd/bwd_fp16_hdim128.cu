@@ -1,4 +1,5 @@
 #include "bwd/launch.cuh"
 
-static fa3::BwdKernelRegistration const registration(
-    fa3::bwd_kernel_row<cutlass::half_t, 128, fa3::kBwdHdim128>("bwd_fp16_hdim128"));
+namespace fa3::bwd {
+static Kernels::Entry const entry(kernel_row<cutlass::half_t, HeadDims<128>, kHdim128>("bwd_fp16_hdim128"));
+}

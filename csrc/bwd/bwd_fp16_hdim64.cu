@@ -1,4 +1,5 @@
 #include "bwd/launch.cuh"
 
-static fa3::BwdKernelRegistration const registration(
-    fa3::bwd_kernel_row<cutlass::half_t, 64, fa3::kBwdHdim64>("bwd_fp16_hdim64"));
+namespace fa3::bwd {
+static Kernels::Entry const entry(kernel_row<cutlass::half_t, HeadDims<64>, kHdim64>("bwd_fp16_hdim64"));
+}

@@ -4,23 +4,23 @@
 //   dV += P^T dO        dK += dS^T Q        dQ = dS K
 //
 // The transposed products have keys as rows: P^T and dS^T become A operands in registers. dQ sums over the keys of both
-// warpgroups, so dS goes to shared memory; and it is computed one step late, so that no warpgroup waits for the other's
-// dS: the two may drift apart by a step, and compute while the other has the tensor cores.
+// warpgroups, so dS goes through shared memory. dQ is computed one step late, so that no warpgroup waits for the
+// other's dS: the two may drift apart by a step, and one computes while the other uses the tensor cores.
 //
-// One turn of the loop goes from P_j to P_j+1. What is issued before a wait runs under what is computed after it:
+// One iteration of the loop goes from P_j to P_j+1. What is issued before a wait overlaps what is computed after it:
 //
 //   compute dS_j
 //   issue   S_j+1, dQ_j-1, dK_j      wait for dV_j, S_j+1, dQ_j-1
-//   stage   dQ_j-1
+//   store   dQ_j-1 to shared memory
 //   issue   dP_j+1
 //   compute P_j+1                    wait for dK_j
 //   issue   dV_j+1                   wait for dP_j+1
 //
-// pipeline       filled by            full arrivals            freed by        empty arrivals
-// ds             all consumers        one per consumer warp    all consumers   one per consumer warp
-// dq_staged[w]   this warpgroup       one per warp             a dq_writer     1
+// pipeline     filled by          full arrivals            freed by        empty arrivals
+// ds           all consumers      one per consumer warp    all consumers   one per consumer warp
+// dq[w]        this warpgroup     one per warp             a dq_writer     1
 //
-// Q of a step is in use until its dK, when S of the next has long been issued: three stages. dO needs two.
+// Q of a step is in use until its dK, when S of the next step has long been issued: three stages. dO needs two.
 #pragma once
 
 #include "bwd/dq.cuh"
@@ -29,13 +29,14 @@
 #include "bwd/steps.cuh"
 #include "common/wgmma.cuh"
 
-namespace fa3 {
+namespace fa3::bwd {
 
 template <class Config>
-CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx) {
+CUTLASS_DEVICE void consume(KernelParams const& params, typename Config::SharedStorage& smem, int warpgroup_idx) {
   using namespace cute;
   using Element = typename Config::Element;
   using HeadDim = typename Config::HeadDim;
+  using HeadDimV = typename Config::HeadDimV;
   using TileM = typename Config::TileM;
   using TileN = typename Config::TileN;
   using DqColumns = typename Config::DqColumns;
@@ -49,14 +50,14 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   // This warpgroup's 64 keys, and its columns of K as what dQ is multiplied with.
   Tensor sK = local_tile(smem_tensor(smem.k, typename Config::LayoutK{}), Shape<_64, HeadDim>{},
                          make_coord(warpgroup_idx, _0{}));
-  Tensor sV = local_tile(smem_tensor(smem.v, typename Config::LayoutV{}), Shape<_64, HeadDim>{},
+  Tensor sV = local_tile(smem_tensor(smem.v, typename Config::LayoutV{}), Shape<_64, HeadDimV>{},
                          make_coord(warpgroup_idx, _0{}));
   Tensor sKt = local_tile(smem_tensor(smem.k, typename Config::LayoutKt{}), Shape<DqColumns, TileN>{},
                           make_coord(warpgroup_idx, _0{}));
   Tensor sQ = smem_tensor(smem.q[0], typename Config::LayoutQ{});           // (kTileM, kHeadDim, stages)
   Tensor sQt = smem_tensor(smem.q[0], typename Config::LayoutQt{});         // (kHeadDim, kTileM, stages)
-  Tensor sdO = smem_tensor(smem.dout[0], typename Config::LayoutDout{});    // (kTileM, kHeadDim, stages)
-  Tensor sdOt = smem_tensor(smem.dout[0], typename Config::LayoutDoutt{});  // (kHeadDim, kTileM, stages)
+  Tensor sdO = smem_tensor(smem.dout[0], typename Config::LayoutDout{});    // (kTileM, kHeadDimV, stages)
+  Tensor sdOt = smem_tensor(smem.dout[0], typename Config::LayoutDoutt{});  // (kHeadDimV, kTileM, stages)
   Tensor sdS = smem_tensor(smem.ds[0], typename Config::LayoutDs{});        // (kTileM, kTileN, stages)
   Tensor sdSt = local_tile(smem_tensor(smem.ds[0], typename Config::LayoutDst{}),
                            Shape<_64, TileM, Int<Config::kStagesDs>>{}, make_coord(warpgroup_idx, _0{}, _0{}));
@@ -73,7 +74,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
 
   Tensor tSrS = partition_fragment_C(mma_s, Shape<_64, TileM>{});
   Tensor tdPrdP = partition_fragment_C(mma_s, Shape<_64, TileM>{});
-  Tensor tdVrdV = partition_fragment_C(mma_dv, Shape<_64, HeadDim>{});
+  Tensor tdVrdV = partition_fragment_C(mma_dv, Shape<_64, HeadDimV>{});
   Tensor tdKrdK = partition_fragment_C(mma_dk, Shape<_64, HeadDim>{});
   Tensor tdQrdQ = partition_fragment_C(mma_dq, Shape<TileM, DqColumns>{});
   Tensor tdVrP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
@@ -82,11 +83,11 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   PipelineState<1> kv_state;
   PipelineState<Config::kStagesQ> q_state;  // of the step whose S is issued next; dS follows it, with as many stages
   PipelineState<Config::kStagesDout> dout_state;
-  auto& dq_staged = smem.dq_staged[warpgroup_idx];
-  // First of the warp's 16 keys among the CTA's. From threadIdx, which costs no register from step to step.
+  auto& pipeline_dq = smem.pipeline_dq[warpgroup_idx];
+  // First of the warp's 16 keys among the CTA's. Computed from threadIdx, it costs no register from step to step.
   int const warp_key = (threadIdx.x / cutlass::NumThreadsPerWarp - cutlass::NumWarpsPerWarpGroup) * kRowsPerWarp;
 
-  // Registers hold one S and one dP, and dQ takes the place of dP: dP of the next step waits until dQ has been staged.
+  // Registers hold one S and one dP, and dQ takes the place of dP: dP of the next step waits until dQ has been stored.
   auto const issue_s = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
     smem.pipeline_q.wait(q_state);
     gemm(mma_s, not_hoisted(tSrK), tSrQ(_, _, _, q_state.stage), tSrS, /*accumulate=*/false);
@@ -110,19 +111,19 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     smem.pipeline_ds.wait(state);
     gemm(mma_dq, tdQrdS(_, _, _, state.stage), not_hoisted(tdQrK), tdQrdQ, /*accumulate=*/false);
   };
-  // The buffer is filled once per step, so that its phase follows from the stage of dO, if there are two: the buffer is
-  // one step (late) or none behind. A register less.
+  // The buffer is filled once per step and dO has two stages, so dO's stage index doubles as this barrier's phase: the
+  // buffer is one step (late) or none behind. That saves a register.
   static_assert(Config::kStagesDout == 2);
-  auto const stage_dq = [&](PipelineState<Config::kStagesDs> const& state, bool late) CUTLASS_LAMBDA_FUNC_INLINE {
+  auto const store_dq = [&](PipelineState<Config::kStagesDs> const& state, bool late) CUTLASS_LAMBDA_FUNC_INLINE {
     smem.pipeline_ds.release(state);
-    dq_staged.empty.wait(dout_state.stage ^ late);
-    stage_accumulator(tdQrdQ, smem.dq[warpgroup_idx]);
+    pipeline_dq.empty.wait(dout_state.stage ^ late);
+    store_dq_to_smem(tdQrdQ, smem.dq[warpgroup_idx]);
   };
-  auto const hand_over_dq = [&](int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+  auto const publish_dq = [&](int stage) CUTLASS_LAMBDA_FUNC_INLINE {
     cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
     __syncwarp();
     if (cutlass::canonical_lane_idx() == 0) {
-      dq_staged.full[stage].arrive();
+      pipeline_dq.full[stage].arrive();
     }
   };
   auto const release_dout = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -130,35 +131,65 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     dout_state.advance();
   };
 
-  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  // On its way to global memory dV takes the place of V, of which only this warpgroup has read these rows, and dK that
+  // of the last dS, so that K is free for the next tile at once.
+  auto const v_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
+    return smem.v + (slab * Config::kTileN + warp_key) * Config::kSlabColumnsV;
+  };
+  auto const ds_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
+    constexpr int kSlabsPerStage = Config::kTileM / Config::kSlabColumnsK;
+    return smem.ds[slab / kSlabsPerStage] + warp_key * Config::kTileM +
+           slab % kSlabsPerStage * kRowsPerWarp * Config::kSlabColumnsK;
+  };
+  auto const store_dv = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
+    store_gradient<Config, Config::kSlabColumnsV>(params, params.dv, tdVrdV, v_rows, warp_key, tile);
+  };
+  auto const store_dk = [&](Tile const& tile) CUTLASS_LAMBDA_FUNC_INLINE {
+    store_gradient<Config, Config::kSlabColumnsK>(params, params.dk, tdKrdK, ds_rows, warp_key, tile);
+  };
+
+  StaticScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
-    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
-    KeyMask const mask(params, tile.block * Config::kTileN + warpgroup_idx * kRowsPerWarpgroup);
+    QueryTileIterator<Config> steps(params, tile);
+    if (steps.done()) {  // no query sees a key of the tile
+      clear(tdVrdV);
+      clear(tdKrdK);
+      smem.pipeline_k.wait(kv_state);
+      smem.pipeline_v.wait(kv_state);
+      cute::tma_store_wait<0>();  // dK of the previous tile has left the place of dS
+      __syncwarp();
+      store_dv(tile);
+      store_dk(tile);
+      cute::tma_store_wait<0>();
+      smem.pipeline_k.release(kv_state);
+      smem.pipeline_v.release(kv_state);
+      kv_state.advance();
+      continue;
+    }
+    KeyMask<Config> const mask(params, tile.batch_idx, tile.block * Config::kTileN + warpgroup_idx * kRowsPerWarpgroup);
 
-    // P of the step that q_state and dout_state are at, and its dV. Its S is there, its dP under way.
-    auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
-      mask.apply(tSrS, steps.m_block * Config::kTileM);
-      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.softmax_scale_log2);
-      if constexpr (!is_first) {
-        warpgroup_wait<1>();  // dK of the step before
-        smem.pipeline_q.release(q_state.previous());
-      }
+    // P of the step that q_state and dout_state are at. Its S has arrived, its dP is in flight.
+    auto const compute_p = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+      mask.apply(tSrS, steps.m_block);
+      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.scores.softmax_scale_log2);
+    };
+    auto const issue_dv = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
       q_state.advance();
       steps.advance();
       convert(tSrS, tdVrP);
       gemm(mma_dv, tdVrP, tdVrdO(_, _, _, dout_state.stage), tdVrdV, /*accumulate=*/!is_first);
     };
-    // dS of the step before q_state, to shared memory. Its dP is there, its dV under way.
+    // dS of the step before q_state, to shared memory. Its dP has arrived, its dV is in flight.
     auto const compute_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
       score_gradients(tSrS, tdPrdP, QueryVector<Config::kTileM>(smem.dsum[dout_state.stage]));
       convert(tSrS, rdS);
       auto const state = q_state.previous();
       smem.pipeline_ds.empty[state.stage].wait(state.phase ^ 1);
-      stage_rows<Config::kTileM>(reinterpret_cast<uint32_t const*>(rdS.data()),
-                                 smem.ds[state.stage] + warp_key * Config::kTileM);
+      store_rows_to_smem<Config::kTileM>(reinterpret_cast<uint32_t const*>(rdS.data()),
+                                         smem.ds[state.stage] + warp_key * Config::kTileM);
     };
-    auto const share_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+    auto const publish_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
       cutlass::arch::fence_view_async_shared();  // dS is written, then read by WGMMA
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
@@ -172,7 +203,7 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     auto const do_step = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
       compute_ds();
       issue_s();
-      share_ds();
+      publish_ds();
       auto const ds_state = q_state.previous();
       if constexpr (!is_first) {
         issue_dq(ds_state.previous());
@@ -181,12 +212,15 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
       warpgroup_wait<1>();  // dV, S of the next step, dQ
       release_dout();
       if constexpr (!is_first) {
-        stage_dq(ds_state.previous(), /*late=*/true);
+        store_dq(ds_state.previous(), /*late=*/true);
       }
       issue_dp();
-      compute_p(cute::false_type{});
+      compute_p();
+      warpgroup_wait<1>();  // dK of the previous step
+      smem.pipeline_q.release(q_state.previous());
+      issue_dv(cute::false_type{});
       if constexpr (!is_first) {
-        hand_over_dq(q_state.stage);  // of three steps before; the fence waits for what was written long ago
+        publish_dq(q_state.stage);  // of three steps before; by now its stores have completed, and the fence is cheap
       }
       warpgroup_wait<1>();  // dP
     };
@@ -199,8 +233,9 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
     }
     issue_dp();
     warpgroup_wait<1>();  // S
-    compute_p(cute::true_type{});
-    cute::tma_store_wait<0>();  // dK of the tile before has left the place of dS
+    compute_p();
+    issue_dv(cute::true_type{});
+    cute::tma_store_wait<0>();  // dK of the previous tile has left the place of dS
     __syncwarp();
     warpgroup_wait<1>();  // dP
     bool const several_steps = !steps.done();
@@ -211,38 +246,28 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
       }
     }
     compute_ds();
-    share_ds();
+    publish_ds();
     warpgroup_wait<0>();  // dV
     release_dout();
     auto const ds_state = q_state.previous();
     if (several_steps) {
       issue_dq(ds_state.previous());
       warpgroup_wait<0>();
-      stage_dq(ds_state.previous(), /*late=*/true);
-      hand_over_dq(ds_state.previous().stage);
+      store_dq(ds_state.previous(), /*late=*/true);
+      publish_dq(ds_state.previous().stage);
     }
     issue_dq(ds_state);
     issue_dk(ds_state.stage, several_steps);
-    // dV takes the place of V, of which only this warpgroup has read these rows. dK takes that of the last dS: K is
-    // free for the next tile at once.
-    int const warp_row = tile.block * Config::kTileN + warp_key;
-    auto const v_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
-      return smem.v + (slab * Config::kTileN + warp_key) * Config::kSlabColumns;
-    };
-    auto const ds_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
-      constexpr int kSlabsPerStage = Config::kTileM / Config::kSlabColumnsK;
-      return smem.ds[slab / kSlabsPerStage] + warp_key * Config::kTileM +
-             slab % kSlabsPerStage * kRowsPerWarp * Config::kSlabColumnsK;
-    };
-    store_gradient<Config, Config::kSlabColumns>(params.dv, tdVrdV, 1.f, v_rows, warp_row, tile);
+    store_dv(tile);
     warpgroup_wait<1>();  // dQ
-    stage_dq(ds_state, /*late=*/false);
-    hand_over_dq(ds_state.stage);
+    store_dq(ds_state, /*late=*/false);
+    publish_dq(ds_state.stage);
     warpgroup_wait<0>();  // dK
     smem.pipeline_q.release(ds_state);
     cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kConsumers);  // both have read K and dS for dQ
     smem.pipeline_k.release(kv_state);
-    store_gradient<Config, Config::kSlabColumnsK>(params.dk, tdKrdK, params.softmax_scale, ds_rows, warp_row, tile);
+    scale_gradient(tdKrdK, params.scores.softmax_scale);
+    store_dk(tile);
     cute::tma_store_wait<1>();  // dV has left the place of V
     smem.pipeline_v.release(kv_state);
     kv_state.advance();
@@ -250,4 +275,4 @@ CUTLASS_DEVICE void consume(BwdKernelParams const& params, typename Config::Shar
   cute::tma_store_wait<0>();  // shared memory outlives the reads of the last store
 }
 
-}  // namespace fa3
+}  // namespace fa3::bwd

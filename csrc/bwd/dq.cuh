@@ -7,19 +7,19 @@
 //
 // so that threads write shared memory in 16-byte units without bank conflicts, and a warpgroup's part is one contiguous
 // piece for the bulk reduction. Wide heads: a warpgroup's columns are computed, and lie here, slice after slice, each
-// in this order. common/layout.cuh says which row and column a register is.
+// in this order. common/accumulator.cuh says which row and column a register is.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "common/layout.cuh"
+#include "common/accumulator.cuh"
 #include "common/pipeline.cuh"
 
-namespace fa3 {
+namespace fa3::bwd {
 
 // Copies a warpgroup's accumulator to its part of the tile in shared memory, once that is empty.
 template <class Accumulator>
-CUTLASS_DEVICE void stage_accumulator(Accumulator const& tdQrdQ, float* part) {
+CUTLASS_DEVICE void store_dq_to_smem(Accumulator const& tdQrdQ, float* part) {
   constexpr int kNumRegisters = decltype(cute::size(tdQrdQ))::value;
   compiler_fence();
   auto* destination = reinterpret_cast<float4*>(part) + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
@@ -31,4 +31,4 @@ CUTLASS_DEVICE void stage_accumulator(Accumulator const& tdQrdQ, float* part) {
   compiler_fence();
 }
 
-}  // namespace fa3
+}  // namespace fa3::bwd

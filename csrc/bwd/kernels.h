@@ -3,28 +3,29 @@
 
 #include <cuda_runtime.h>
 
-#include <vector>
-
-#include "common/kernel_info.h"
+#include "common/kernel_table.h"
 #include "params.h"
 
-namespace fa3 {
+namespace fa3::bwd {
 
-struct BwdKernel {
+// What a call asks of a kernel.
+struct Problem {
+  Dtype dtype;
+  int head_dim;
+  int head_dim_v;
+};
+
+struct Kernel {
   KernelInfo info;
   // Preprocess, main kernel and postprocess, in order on the stream.
   void (*launch)(BwdParams const&, cudaStream_t);
+
+  // Heads that are narrower than the kernel's are padded with zeros by TMA.
+  bool serves(Problem const& problem) const {
+    return problem.dtype == info.dtype && problem.head_dim <= info.head_dim && problem.head_dim_v <= info.head_dim_v;
+  }
 };
 
-// All kernels of this build, by dtype and head_dim.
-std::vector<BwdKernel> const& bwd_kernels();
+using Kernels = KernelTable<Kernel>;
 
-// The kernel that a call takes, or nullptr when none was built for its dtype and head_dim.
-BwdKernel const* select_bwd_kernel(Dtype dtype, int head_dim);
-
-// Each kernel's source file has one of these, so that a build may leave files out.
-struct BwdKernelRegistration {
-  explicit BwdKernelRegistration(BwdKernel const& kernel);
-};
-
-}  // namespace fa3
+}  // namespace fa3::bwd

@@ -1,11 +1,11 @@
-// What lies between the GEMMs of the backward: P from S, dS from P and dP, on the transposed tiles (keys are rows).
+// What the backward computes between its GEMMs: P from S, dS from P and dP, on the transposed tiles (rows are keys).
 #pragma once
 
 #include "bwd/steps.cuh"
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
 
-namespace fa3 {
+namespace fa3::bwd {
 
 // This thread's columns of a vector with one value per query: lse or D of a step.
 template <int kTileM>
@@ -51,30 +51,44 @@ CUTLASS_DEVICE void score_gradients(Scores& probabilities, Scores const& dprobab
   }
 }
 
-// The causal mask and the end of the keys, for 64 keys from `first_key` on.
+// The mask of 64 keys from `first_key` on.
+template <class Config>
 class KeyMask {
  public:
-  CUTLASS_DEVICE KeyMask(BwdKernelParams const& params, int first_key)
-      : params_(params), first_key_(first_key), unmasked_from_(first_query_of(first_key + kRowsPerWarpgroup - 1)) {}
+  CUTLASS_DEVICE KeyMask(KernelParams const& params, int batch_idx, int first_key)
+      : params_(params), batch_idx_(batch_idx), first_key_(first_key) {
+    BlockRange const range = mask().query_blocks(first_key, kRowsPerWarpgroup, Config::kTileM);
+    unmasked_begin_ = range.unmasked_begin;
+    unmasked_end_ = range.unmasked_end;
+  }
 
-  // Scores of the step whose first query is `first_row`.
+  // Hides the scores of the queries of a step that do not see a key.
   template <class Scores>
-  CUTLASS_DEVICE void apply(Scores& scores, int first_row) const {
-    if (first_row < unmasked_from_) {
-      int const from[kRowsPerThread] = {first_query_of(first_key_ + accumulator_row(0)) - first_row,
-                                        first_query_of(first_key_ + accumulator_row(1)) - first_row};
-      mask_columns_before(scores, from);
+  CUTLASS_DEVICE void apply(Scores& scores, int m_block) const {
+    if (unmasked_begin_ <= m_block && m_block < unmasked_end_) {
+      return;
     }
+    Mask const mask = this->mask();
+    int begin[kRowsPerThread], end[kRowsPerThread];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      auto const queries = mask.queries_of(first_key_ + accumulator_row(i));
+      begin[i] = queries.begin - m_block * Config::kTileM;
+      end[i] = queries.end - m_block * Config::kTileM;
+    }
+    mask_outside(scores, begin, end);
   }
 
  private:
-  CUTLASS_DEVICE int first_query_of(int key) const {
-    return first_query(key, params_.seqlen_q, params_.seqlen_k, params_.causal);
+  CUTLASS_DEVICE Mask mask() const {
+    return Mask(params_.mask, queries_with_keys(params_.seqlen, params_.mask, batch_idx_));
   }
 
-  BwdKernelParams const& params_;
+  KernelParams const& params_;
+  int batch_idx_;
   int first_key_;
-  int unmasked_from_;
+  int unmasked_begin_;
+  int unmasked_end_;
 };
 
-}  // namespace fa3
+}  // namespace fa3::bwd

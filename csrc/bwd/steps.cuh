@@ -2,34 +2,39 @@
 #pragma once
 
 #include "bwd/config.h"
-#include "common/block_range.h"
+#include "common/mask.h"
 
-namespace fa3 {
+namespace fa3::bwd {
 
 // dK and dV of a group's query heads are summed in registers: the heads are just more steps. All roles of a CTA walk
-// the same steps.
-class Steps {
+// the same steps, of which there may be none.
+template <class Config>
+class QueryTileIterator {
  public:
   int m_block;
   int head_idx;
 
-  CUTLASS_DEVICE Steps(BwdKernelParams const& params, int n_block, int kv_head_idx, int tile_m, int tile_n)
-      : m_block(first_query(n_block * tile_n, params.seqlen_q, params.seqlen_k, params.causal) / tile_m),
-        head_idx(kv_head_idx * params.group_size),
-        params_(params),
-        first_m_block_(m_block),
-        heads_left_(params.group_size) {}
+  CUTLASS_DEVICE QueryTileIterator(KernelParams const& params, Tile const& tile)
+      : head_idx(tile.head_idx * params.group_size), params_(params), heads_left_(params.group_size) {
+    SeqlenInfo const seqlen = queries_with_keys(params.seqlen, params.mask, tile.batch_idx);
+    BlockRange const range =
+        Mask(params.mask, seqlen).query_blocks(tile.block * Config::kTileN, Config::kTileN, Config::kTileM);
+    m_block = first_m_block_ = range.begin;
+    end_m_block_ = range.end;
+    if (range.empty()) {
+      heads_left_ = 0;
+    }
+  }
 
-  // Whether all steps have been walked. There is at least one: the last query sees every key.
   CUTLASS_DEVICE bool done() const { return heads_left_ == 0; }
 
-  // Number of the step's tile of queries among all: below 2^30 (bwd/launch.cuh).
+  // Number of the step's tile of queries among all: below 2^30 (launch.cuh).
   CUTLASS_DEVICE int q_tile(int batch_idx) const {
     return (batch_idx * params_.num_heads_q + head_idx) * params_.num_m_blocks + m_block;
   }
 
   CUTLASS_DEVICE void advance() {
-    if (++m_block == params_.num_m_blocks) {
+    if (++m_block == end_m_block_) {
       m_block = first_m_block_;
       ++head_idx;
       --heads_left_;
@@ -37,9 +42,10 @@ class Steps {
   }
 
  private:
-  BwdKernelParams const& params_;
+  KernelParams const& params_;
   int first_m_block_;
+  int end_m_block_;
   int heads_left_;
 };
 
-}  // namespace fa3
+}  // namespace fa3::bwd

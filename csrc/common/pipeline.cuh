@@ -1,10 +1,10 @@
-// A circular shared-memory buffer between a TMA producer and its consumers: one full and one empty mbarrier per stage.
+// A ring of shared-memory stages between a TMA producer and its consumers: one full and one empty mbarrier per stage.
 //
 //   full[stage]    arrivals: 1 (the producer, with the byte count of the TMA loads it issues)
 //   empty[stage]   arrivals: one per consumer warp
 //
-// Producer and consumers walk the stages in the same order, each with a PipelineState of its own. The parity of a phase
-// tells a barrier's current use from the one before; neither side can be a whole round ahead of the other.
+// Producer and consumers walk the stages in the same order, each with a PipelineState of its own. The parity of its
+// phase tells a barrier's current use from the previous one; neither side can be a whole turn of the ring ahead.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -60,16 +60,17 @@ struct Pipeline {
   // Consumer: waits until the data of the stage have landed.
   CUTLASS_DEVICE void wait(State const& state) { full[state.stage].wait(state.phase); }
 
-  // Consumer: whether they have. The answer takes some 80 cycles, which other work hides where it is asked for early.
-  CUTLASS_DEVICE bool landed(State const& state) const { return full[state.stage].test_wait(state.phase); }
-  CUTLASS_DEVICE void wait(State const& state, bool landed) {
-    if (!landed) {
+  // Consumer: polls without blocking, which takes about 80 cycles. Call it early, where other work hides them, and pass
+  // the result to wait().
+  CUTLASS_DEVICE bool test_wait(State const& state) const { return full[state.stage].test_wait(state.phase); }
+  CUTLASS_DEVICE void wait(State const& state, bool has_landed) {
+    if (!has_landed) {
       wait(state);
     }
   }
 
-  // Consumer: hands the stage back, once per warp, after the WGMMAs that read it have been waited for. The warp must be
-  // converged, so that no lane still polls the stage's barrier.
+  // Consumer: releases the stage, once per warp, after waiting for the WGMMAs that read it. The warp must be converged,
+  // so that no lane still polls the stage's barrier.
   CUTLASS_DEVICE void release(State const& state) {
     if (cutlass::canonical_lane_idx() == 0) {
       empty[state.stage].arrive();
@@ -77,14 +78,14 @@ struct Pipeline {
   }
 };
 
-// Keeps the compiler from moving accesses of shared memory over a barrier: CUTLASS's are volatile, but do not say that
-// they touch memory. No instruction.
+// Keeps the compiler from moving accesses of shared memory over a barrier: CUTLASS's barriers are volatile, but do not
+// say that they touch memory. It emits no instruction.
 CUTLASS_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// One buffer that consumer warps fill and kNumReaders threads empty in turn. Each reader has a full barrier of its own:
-// one that waits for every third phase of a barrier could not tell phases apart.
+// A single buffer that a warpgroup fills and kNumReaders threads drain in rotation. There is a full barrier per reader,
+// because a reader that skips phases cannot tell them apart by parity.
 template <int kNumReaders>
-struct HandOver {
+struct SingleBufferPipeline {
   cutlass::arch::ClusterBarrier full[kNumReaders];
   cutlass::arch::ClusterBarrier empty;
 

@@ -1,7 +1,7 @@
 // Online softmax of the two rows of a score tile that a thread holds.
 #pragma once
 
-#include "common/layout.cuh"
+#include "common/accumulator.cuh"
 
 namespace fa3 {
 
@@ -37,9 +37,10 @@ CUTLASS_DEVICE void rescale(Accumulator& accumulator, float const (&factor)[kRow
   }
 }
 
-struct OnlineSoftmax {
-  float row_max[kRowsPerThread];  // of the raw scores
-  float row_sum[kRowsPerThread];  // this thread's columns only, until finish()
+// The maximum and the sum of each row so far.
+struct RowStatistics {
+  float row_max[kRowsPerThread];
+  float row_sum[kRowsPerThread];
 
   CUTLASS_DEVICE void reset() {
     CUTLASS_PRAGMA_UNROLL
@@ -49,31 +50,53 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns a tile of raw scores (-inf where masked) into exp2((score - max) * scale_log2), where scale_log2 is
-  // softmax_scale * log2(e), and takes it into row_max and row_sum. `correction` is what earlier results of each row
-  // must be multiplied with.
+ protected:
   template <class Scores>
-  CUTLASS_DEVICE void update(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
+  CUTLASS_DEVICE static void max_of_rows(Scores& scores, float (&max)[kRowsPerThread]) {
     auto s = rows_and_columns(scores);
-    constexpr int kNumColumns = decltype(cute::size<1>(s))::value;
-    float max_scaled[kRowsPerThread];
-    float subtract[kRowsPerThread];
-    bool large = false;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      // Two chains per row, to halve the latency.
-      float max_even = fmaxf(row_max[i], s(i, 0)), max_odd = s(i, 1);
+      float max_even = s(i, 0), max_odd = s(i, 1);  // two chains, to halve the latency
       CUTLASS_PRAGMA_UNROLL
-      for (int c = 2; c < kNumColumns; c += 2) {
+      for (int c = 2; c < decltype(cute::size<1>(s))::value; c += 2) {
         max_even = fmaxf(max_even, s(i, c));
         max_odd = fmaxf(max_odd, s(i, c + 1));
       }
-      float const new_max = quad_reduce(fmaxf(max_even, max_odd), Max{});
-      // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - max from being NaN.
-      subtract[i] = new_max == -INFINITY ? 0.f : new_max;
-      correction[i] = exp2_approx((row_max[i] - subtract[i]) * scale_log2);
+      max[i] = quad_reduce(fmaxf(max_even, max_odd), Max{});
+    }
+  }
+
+  // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - max from being NaN.
+  CUTLASS_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+};
+
+// For scores of 16-bit inputs, which all have the same scale. row_max is of the raw scores; row_sum of this thread's
+// columns only, until finish().
+struct OnlineSoftmax : RowStatistics {
+  // Takes a tile of raw scores (-inf where masked) into row_max. `correction` is what earlier results of each row must
+  // be multiplied with. scale_log2 is softmax_scale * log2(e).
+  template <class Scores>
+  CUTLASS_DEVICE void update_max(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
+    float tile_max[kRowsPerThread];
+    max_of_rows(scores, tile_max);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      float const new_max = fmaxf(row_max[i], tile_max[i]);
+      correction[i] = exp2_approx((row_max[i] - finite_max(new_max)) * scale_log2);
       row_max[i] = new_max;
-      max_scaled[i] = subtract[i] * scale_log2;
+    }
+  }
+
+  // Then turns the scores into P = exp2((score - max) * scale_log2), in place, and adds it to row_sum.
+  template <class Scores>
+  CUTLASS_DEVICE void exponentiate(Scores& scores, float scale_log2, float const (&correction)[kRowsPerThread]) {
+    auto s = rows_and_columns(scores);
+    constexpr int kNumColumns = decltype(cute::size<1>(s))::value;
+    float max_scaled[kRowsPerThread];
+    bool large = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      max_scaled[i] = finite_max(row_max[i]) * scale_log2;
       large |= fabsf(max_scaled[i]) > kLargestFusedScore;
     }
     // score * scale - max * scale in one FFMA is off by half an ulp of max * scale. Where that could matter, subtract
@@ -81,9 +104,10 @@ struct OnlineSoftmax {
     if (__any_sync(0xffffffff, large)) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowsPerThread; ++i) {
+        float const subtract = finite_max(row_max[i]);
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < kNumColumns; ++c) {
-          s(i, c) -= subtract[i];
+          s(i, c) -= subtract;
         }
         max_scaled[i] = 0.f;
       }
@@ -102,7 +126,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last tile: completes row_sum over the quad, and returns the factor that normalises the output of each row
+  // After the last tile: completes row_sum over the quad, and returns the factor that normalizes the output of each row
   // and its log-sum-exp (natural log). A row without keys gets 0 and -inf.
   CUTLASS_DEVICE void finish(float softmax_scale, float (&inverse)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
     CUTLASS_PRAGMA_UNROLL

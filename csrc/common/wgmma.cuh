@@ -5,8 +5,8 @@
 
 namespace fa3 {
 
-// Issues C = A B (or C += A B where `accumulate`) for one warpgroup and commits it as one group. Asynchronous: C, and A
-// where it is in registers, belong to the tensor cores until warpgroup_wait.
+// Issues C = A B, or C += A B if `accumulate`, for one warpgroup and commits it as one group. It is asynchronous: C,
+// and A if it is in registers, belong to the tensor cores until warpgroup_wait.
 template <class TiledMma, class TensorA, class TensorB, class TensorC>
 CUTLASS_DEVICE void gemm(TiledMma& mma, TensorA&& tA, TensorB const& tB, TensorC& tC, bool accumulate) {
   constexpr bool kAInRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
@@ -28,8 +28,8 @@ CUTLASS_DEVICE void gemm(TiledMma& mma, TensorA&& tA, TensorB const& tB, TensorC
   }
 }
 
-// The same descriptors, made anew where they are used. Those of an operand that stays where it is (K in the backward)
-// would be computed once, before the loop, and held in two registers per 16 columns; made anew they cost an addition.
+// The same descriptors, computed where they are used. The compiler would compute those of an operand that does not move
+// (K in the backward) once, before the loop, and hold each in two registers; computed anew each costs an addition.
 template <class Descriptors>
 CUTLASS_DEVICE auto not_hoisted(Descriptors const& descriptors) {
   auto iterator = descriptors.data();
@@ -37,7 +37,7 @@ CUTLASS_DEVICE auto not_hoisted(Descriptors const& descriptors) {
   return cute::make_tensor(iterator, descriptors.layout());
 }
 
-// Brings an A operand (64, K) from shared memory to registers, with ldmatrix. Called by all of the warpgroup.
+// Loads an A operand (64, K) from shared memory to registers, with ldmatrix. All threads of the warpgroup call it.
 template <class TiledMma, class TensorS, class TensorR>
 CUTLASS_DEVICE void load_a_operand(TiledMma const& mma, TensorS const& sA, TensorR& rA) {
   using Element = typename TensorR::value_type;

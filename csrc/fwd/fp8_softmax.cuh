@@ -1,35 +1,21 @@
-// Online softmax for FP8: a scale of its own for every tile of scores, and P scaled up into the range of e4m3.
+// Online softmax for FP8: every block of keys has a scale of its own, and P is scaled up into the range of e4m3.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
 
+#include "common/fp8_format.h"
 #include "common/softmax.cuh"
-#include "fwd/fp8_layout.h"
 
-namespace fa3 {
+namespace fa3::fwd {
 
 // P is at most 1; 2^8 times as large, probabilities down to 2^-17 are e4m3 numbers (of which the largest is 448).
 constexpr float kPScaleLog2 = 8.f;
 
-// In place of a scale of 0, which would make NaN of a masked score's -inf.
-constexpr float kSmallestScale = 1e-37f;
-
-struct ScaledSoftmax {
-  float row_max[kRowsPerThread];  // of the scaled scores, in base 2: the scale of the scores differs from tile to tile
-  // Of P as e4m3 holds it, scaled up: what O is to be divided by. The tensor cores add it up, and it comes in a tile
-  // late, as P V does.
-  float row_sum[kRowsPerThread];
-
-  CUTLASS_DEVICE void reset() {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      row_max[i] = -INFINITY;
-      row_sum[i] = 0.f;
-    }
-  }
-
-  // As OnlineSoftmax::update, in two steps, for raw scores that `scale_log2` > 0 turns into exponents of 2. First the
-  // maximum, and `correction` of what there is of earlier tiles.
+// row_max is of the scaled scores, in base 2. row_sum is of the rounded, scaled P, which is what O is to be divided by:
+// the tensor cores compute it as an extra column of P V, so it is one block behind row_max.
+struct BlockScaledSoftmax : RowStatistics {
+  // Takes a tile of raw scores (-inf where masked), which `scale_log2` > 0 turns into exponents of 2, into row_max.
+  // `correction` is what earlier results of each row must be multiplied with.
   template <bool kAsIntegers, class Scores>
   CUTLASS_DEVICE void update_max(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
     float tile_max[kRowsPerThread];
@@ -61,8 +47,8 @@ struct ScaledSoftmax {
     }
   }
 
-  // Then P, in e4m3, as an A operand over the permuted keys (fwd/fp8_layout.h). The casts of some scores lie between
-  // the exponentials of others, which take 8 cycles each, as long as no branch parts them.
+  // Then P in e4m3, as an A operand over the permuted keys (common/fp8_format.h). The compiler puts the casts of some
+  // scores between the exponentials of others, which take 8 cycles each, as long as no branch separates them.
   template <class Scores, class Operand>
   CUTLASS_DEVICE void exponentiate(Scores const& scores, float scale_log2, Operand& p) {
     using Convert = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>;
@@ -82,8 +68,9 @@ struct ScaledSoftmax {
     }
   }
 
-  // As OnlineSoftmax::finish. The scale is in row_max already.
-  CUTLASS_DEVICE void finish(float /*softmax_scale*/, float (&inverse)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
+  // After the last tile: the factor that normalizes the output of each row and its log-sum-exp (natural log). A row
+  // without keys gets 0 and -inf.
+  CUTLASS_DEVICE void finish(float (&inverse)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
     constexpr float kLn2 = 0.693147180559945309417f;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
@@ -93,24 +80,9 @@ struct ScaledSoftmax {
   }
 
  private:
-  template <class Scores>
-  CUTLASS_DEVICE static void max_of_rows(Scores& scores, float (&max)[kRowsPerThread]) {
-    auto s = rows_and_columns(scores);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      float max_even = s(i, 0), max_odd = s(i, 1);  // two chains, to halve the latency
-      CUTLASS_PRAGMA_UNROLL
-      for (int c = 2; c < decltype(cute::size<1>(s))::value; c += 2) {
-        max_even = fmaxf(max_even, s(i, c));
-        max_odd = fmaxf(max_odd, s(i, c + 1));
-      }
-      max[i] = quad_reduce(fmaxf(max_even, max_odd), Max{});
-    }
-  }
-
-  // The same in half the instructions, as VIMNMX3 takes the largest of three integers. Floats that are not negative are
-  // ordered as their bits are, and those of negative ones are less: a result below 0 says only that the true one is
-  // too.
+  // max_of_rows in half the instructions: VIMNMX3 takes the largest of three integers. Floats that are not negative are
+  // ordered as their bits are, and the bits of negative ones are less. So a result below 0 says only that the true one
+  // is below 0 too.
   template <class Scores>
   CUTLASS_DEVICE static void max_as_integers(Scores& scores, float (&max)[kRowsPerThread]) {
     auto s = rows_and_columns(scores);
@@ -128,9 +100,6 @@ struct ScaledSoftmax {
       max[i] = __int_as_float(quad_reduce(larger(max_even, max_odd), larger));
     }
   }
-
-  // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - max from being NaN.
-  CUTLASS_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 };
 
-}  // namespace fa3
+}  // namespace fa3::fwd

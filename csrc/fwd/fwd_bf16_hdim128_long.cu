@@ -1,4 +1,6 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_kernel_row<cutlass::bfloat16_t, 128, fa3::kFwdHdim128Long>("fwd_bf16_hdim128_long"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(
+    kernel_row<cutlass::bfloat16_t, HeadDims<128>, kHdim128Long>("fwd_bf16_hdim128_long"));
+}

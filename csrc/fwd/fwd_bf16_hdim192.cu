@@ -1,4 +1,5 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_kernel_row<cutlass::bfloat16_t, 192, fa3::kFwdHdim192>("fwd_bf16_hdim192"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(kernel_row<cutlass::bfloat16_t, HeadDims<192>, kHdim192>("fwd_bf16_hdim192"));
+}

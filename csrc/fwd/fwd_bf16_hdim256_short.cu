@@ -1,4 +1,6 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_kernel_row<cutlass::bfloat16_t, 256, fa3::kFwdHdim256Short>("fwd_bf16_hdim256_short"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(
+    kernel_row<cutlass::bfloat16_t, HeadDims<256>, kHdim256Short>("fwd_bf16_hdim256_short"));
+}

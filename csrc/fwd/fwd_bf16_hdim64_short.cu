@@ -1,4 +1,5 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_kernel_row<cutlass::bfloat16_t, 64, fa3::kFwdHdim64Short>("fwd_bf16_hdim64_short"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(kernel_row<cutlass::bfloat16_t, HeadDims<64>, kHdim64Short>("fwd_bf16_hdim64_short"));
+}

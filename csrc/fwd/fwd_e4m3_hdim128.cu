@@ -1,4 +1,5 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_fp8_kernel_row<128, fa3::kFwdFp8Hdim128>("fwd_e4m3_hdim128"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(kernel_row<cutlass::float_e4m3_t, HeadDims<128>, kE4m3Hdim128>("fwd_e4m3_hdim128"));
+}

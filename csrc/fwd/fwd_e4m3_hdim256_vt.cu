@@ -1,4 +1,6 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_fp8_kernel_row<256, fa3::kFwdFp8Hdim256Vt>("fwd_e4m3_hdim256_vt"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(
+    kernel_row<cutlass::float_e4m3_t, HeadDims<256>, kE4m3Hdim256Vt>("fwd_e4m3_hdim256_vt"));
+}

@@ -1,4 +1,5 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_kernel_row<cutlass::half_t, 128, fa3::kFwdHdim128Short>("fwd_fp16_hdim128_short"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(kernel_row<cutlass::half_t, HeadDims<128>, kHdim128Short>("fwd_fp16_hdim128_short"));
+}

@@ -1,4 +1,5 @@
 #include "fwd/launch.cuh"
 
-static fa3::FwdKernelRegistration const registration(
-    fa3::fwd_kernel_row<cutlass::half_t, 256, fa3::kFwdHdim256Short>("fwd_fp16_hdim256_short"));
+namespace fa3::fwd {
+static Kernels::Entry const entry(kernel_row<cutlass::half_t, HeadDims<256>, kHdim256Short>("fwd_fp16_hdim256_short"));
+}

@@ -3,30 +3,38 @@
 
 #include <cuda_runtime.h>
 
-#include <vector>
-
-#include "common/kernel_info.h"
+#include "common/kernel_table.h"
+#include "fwd/tiles.h"
 #include "params.h"
 
-namespace fa3 {
+namespace fa3::fwd {
 
-struct FwdKernel {
+// What a call asks of a kernel.
+struct Problem {
+  Dtype dtype;
+  int head_dim;
+  int head_dim_v;
+  int seqlen_k;
+  MaskParams mask;
+  bool v_transposed;  // in global memory (FP8)
+};
+
+struct Kernel {
   KernelInfo info;
-  bool v_transposed;      // in global memory (FP8 only)
-  int max_seqlen_k_full;  // the longest seqlen_k that it is meant for
+  VLayout v_layout;
+  int max_seqlen_k_full;  // FwdTile
   int max_seqlen_k_causal;
   void (*launch)(FwdParams const&, cudaStream_t);
+
+  // Heads that are narrower than the kernel's are padded with zeros by TMA.
+  bool serves(Problem const& problem) const {
+    bool const causal = problem.mask.window_right == 0;
+    return problem.dtype == info.dtype && problem.head_dim <= info.head_dim && problem.head_dim_v <= info.head_dim_v &&
+           problem.v_transposed == (v_layout == VLayout::kTransposed) &&
+           problem.seqlen_k <= (causal ? max_seqlen_k_causal : max_seqlen_k_full);
+  }
 };
 
-// All kernels of this build, by dtype, head_dim and size of the tile.
-std::vector<FwdKernel> const& fwd_kernels();
+using Kernels = KernelTable<Kernel>;
 
-// The kernel that a call takes, or nullptr when none was built for its dtype, head_dim and layout of V.
-FwdKernel const* select_fwd_kernel(Dtype dtype, int head_dim, int seqlen_k, bool causal, bool v_transposed);
-
-// Each kernel's source file has one of these, so that a build may leave files out.
-struct FwdKernelRegistration {
-  explicit FwdKernelRegistration(FwdKernel const& kernel);
-};
-
-}  // namespace fa3
+}  // namespace fa3::fwd

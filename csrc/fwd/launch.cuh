@@ -6,62 +6,68 @@
 #include "fwd/kernel.cuh"
 #include "fwd/kernels.h"
 
-namespace fa3 {
+namespace fa3::fwd {
 
 // K and V of the heads that run together should stay in the L2 (50 MB on H100, 60 MB on H200).
 constexpr int64_t kL2BudgetBytes = 32 << 20;
 
-// A transposed V is (batch, num_heads_kv, head_dim, keys), whose rows are channels.
 template <class Config>
 CUtensorMap v_tensor_map(FwdParams const& params) {
   using Element = typename Config::Element;
-  if constexpr (Config::kVTransposed) {
-    int const num_keys = (params.seqlen_k + Config::kTileN - 1) / Config::kTileN * Config::kTileN;
-    return make_tensor_map<Element, Config::kTileN>(params.v, num_keys, params.head_dim, params.num_heads_kv,
-                                                    params.batch, Config::kHeadDim);
+  int const batch = params.seqlen.batch;
+  if constexpr (Config::kVLayout == VLayout::kTransposed) {
+    // (batch, num_heads_kv, head_dim_v, keys): the rows are channels.
+    int const num_keys = (params.seqlen.seqlen_k + Config::kTileN - 1) / Config::kTileN * Config::kTileN;
+    return make_tensor_map<Element, Config::kTileN>(params.v, num_keys, params.num_heads_kv,
+                                                    dense_rows<Element>(params.v, params.head_dim_v, batch),
+                                                    Config::kHeadDimV);
   } else {
-    return make_tensor_map<Element, Config::kSlabColumns>(params.v, params.head_dim, params.seqlen_k,
-                                                          params.num_heads_kv, params.batch, Config::kTileN);
+    return make_tensor_map<Element, Config::kSlabColumnsV>(params.v, params.head_dim_v, params.num_heads_kv,
+                                                           dense_rows<Element>(params.v, params.seqlen.seqlen_k, batch),
+                                                           Config::kTileN);
   }
 }
 
 template <class Config>
-void launch_fwd(FwdParams const& params, cudaStream_t stream) {
+void launch(FwdParams const& params, cudaStream_t stream) {
   using Element = typename Config::Element;
-  int const num_m_blocks = (params.seqlen_q + Config::kTileM - 1) / Config::kTileM;
+  using OutElement = typename Config::OutElement;
+  auto const& [batch, seqlen_q, seqlen_k] = params.seqlen;
+  int const num_m_blocks = (seqlen_q + Config::kTileM - 1) / Config::kTileM;
   int const group_size = params.num_heads_q / params.num_heads_kv;
-  int64_t const num_head_batches = int64_t(params.num_heads_q) * params.batch;
-  FA3_CHECK(num_head_batches < (int64_t{1} << 30) / num_m_blocks,
+  int64_t const num_batch_heads = int64_t(params.num_heads_q) * batch;
+  FA3_CHECK(num_batch_heads < (int64_t{1} << 30) / num_m_blocks,
             "batch x num_heads_q x ceil(seqlen_q / " + std::to_string(Config::kTileM) + ") must be below 2^30, got " +
-                std::to_string(num_head_batches) + " x " + std::to_string(num_m_blocks));
-  int64_t const kv_bytes = int64_t(params.seqlen_k) * Config::kHeadDim * 2 * sizeof(Element);
+                std::to_string(num_batch_heads) + " x " + std::to_string(num_m_blocks));
+  int64_t const kv_bytes = int64_t(seqlen_k) * (Config::kHeadDim + Config::kHeadDimV) * sizeof(Element);
   int64_t const l2_heads = std::max<int64_t>(kL2BudgetBytes / kv_bytes, 1) * group_size;
+  bool const causal = params.mask.window_right == 0;
 
-  FwdKernelParams const common_params{
-      .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.seqlen_q,
-                                                          params.num_heads_q, params.batch, kRowsPerWarpgroup),
-      .k = make_tensor_map<Element, Config::kSlabColumns>(params.k, params.head_dim, params.seqlen_k,
-                                                          params.num_heads_kv, params.batch, Config::kTileN),
+  KernelParams const common_params{
+      .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.num_heads_q,
+                                                          dense_rows<Element>(params.q, seqlen_q, batch),
+                                                          kRowsPerWarpgroup),
+      .k = make_tensor_map<Element, Config::kSlabColumns>(params.k, params.head_dim, params.num_heads_kv,
+                                                          dense_rows<Element>(params.k, seqlen_k, batch),
+                                                          Config::kTileN),
       .v = v_tensor_map<Config>(params),
-      .out = make_tensor_map<typename Config::OutElement, Config::kOutSlabColumns>(
-          params.out, params.head_dim, params.seqlen_q, params.num_heads_q, params.batch, kRowsPerWarp),
+      .out = make_tensor_map<OutElement, Config::kSlabColumnsOut>(params.out, params.head_dim_v, params.num_heads_q,
+                                                                  dense_rows<OutElement>(params.out, seqlen_q, batch),
+                                                                  kRowsPerWarp),
       .lse = params.lse,
-      .seqlen_q = params.seqlen_q,
-      .seqlen_k = params.seqlen_k,
+      .seqlen = params.seqlen,
+      .mask = params.mask,
+      .scores = params.scores,
       .num_heads_q = params.num_heads_q,
       .group_size = group_size,
-      .softmax_scale = params.softmax_scale,
-      .softmax_scale_log2 = softmax_scale_log2(params.softmax_scale),
-      .causal = params.causal,
-      .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, params.batch, params.num_sms,
+      .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, batch, params.num_sms,
                                        // causal: the last blocks see the most keys
-                                       params.causal ? TileOrder::kDescending : TileOrder::kEqual,
-                                       params.causal ? static_cast<int>(std::min(l2_heads, num_head_batches)) : 1),
+                                       causal ? TileOrder::kDescending : TileOrder::kEqual,
+                                       causal ? static_cast<int>(std::min(l2_heads, num_batch_heads)) : 1),
   };
   typename Config::Params const kernel_params = [&] {
     if constexpr (Config::kFp8) {
-      return FwdFp8KernelParams{common_params,   params.q_scales,       params.k_scales,
-                                params.v_scales, params.q_scales_group, params.out_fp16};
+      return Fp8KernelParams{common_params, params.fp8};
     } else {
       return common_params;
     }
@@ -72,39 +78,36 @@ void launch_fwd(FwdParams const& params, cudaStream_t stream) {
   FA3_CHECK_CUDA(cudaGetLastError());
 }
 
-// The row of the kernel table for a config.
-template <class Config>
-FwdKernel fwd_kernel_row(char const* name, Dtype dtype, int max_seqlen_k_full, int max_seqlen_k_causal) {
+template <class Element>
+constexpr Dtype dtype_of() {
+  return std::is_same_v<Element, cutlass::half_t>       ? Dtype::kFloat16
+         : std::is_same_v<Element, cutlass::bfloat16_t> ? Dtype::kBFloat16
+                                                        : Dtype::kFloat8E4M3;
+}
+
+// The row of the kernel table. Each kernel's source file has one.
+template <class Element, class HeadDims, FwdTile kTile>
+Kernel kernel_row(char const* name) {
+  using KernelConfig = Config<Element, HeadDims, kTile>;
   return {
       .info =
           {
               .name = name,
-              .dtype = dtype,
-              .head_dim = Config::kHeadDim,
-              .tile_m = Config::kTileM,
-              .tile_n = Config::kTileN,
-              .stages = Config::kStagesK,
-              .consumer_warpgroups = Config::kConsumerWarpgroups,
-              .smem_bytes = Config::kSmemBytes,
+              .rank = kTile.rank,
+              .dtype = dtype_of<Element>(),
+              .head_dim = KernelConfig::kHeadDim,
+              .head_dim_v = KernelConfig::kHeadDimV,
+              .tile_m = KernelConfig::kTileM,
+              .tile_n = KernelConfig::kTileN,
+              .stages = KernelConfig::kStagesKV,
+              .consumer_warpgroups = KernelConfig::kConsumerWarpgroups,
+              .smem_bytes = KernelConfig::kSmemBytes,
           },
-      .v_transposed = Config::kVTransposed,
-      .max_seqlen_k_full = max_seqlen_k_full,
-      .max_seqlen_k_causal = max_seqlen_k_causal,
-      .launch = launch_fwd<Config>,
+      .v_layout = kTile.v_layout,
+      .max_seqlen_k_full = kTile.max_seqlen_k_full,
+      .max_seqlen_k_causal = kTile.max_seqlen_k_causal,
+      .launch = launch<KernelConfig>,
   };
 }
 
-template <class Element, int kHeadDim, FwdTile kTile>
-FwdKernel fwd_kernel_row(char const* name) {
-  return fwd_kernel_row<FwdConfig<Element, kHeadDim, kTile>>(
-      name, std::is_same_v<Element, cutlass::half_t> ? Dtype::kFloat16 : Dtype::kBFloat16, kTile.max_seqlen_k_full,
-      kTile.max_seqlen_k_causal);
-}
-
-template <int kHeadDim, FwdFp8Tile kTile>
-FwdKernel fwd_fp8_kernel_row(char const* name) {
-  constexpr int kUnlimited = std::numeric_limits<int>::max();
-  return fwd_kernel_row<FwdFp8Config<kHeadDim, kTile>>(name, Dtype::kFloat8E4M3, kUnlimited, kUnlimited);
-}
-
-}  // namespace fa3
+}  // namespace fa3::fwd

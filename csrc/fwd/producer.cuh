@@ -3,21 +3,21 @@
 // pipeline     filled by        full arrivals     freed by                  empty arrivals
 // q[w]         producer warp    1 + bytes (TMA)   consumer warpgroup w      one per warp of w
 // k, v         producer warp    1 + bytes (TMA)   all consumer warpgroups   one per consumer warp
-//                                                 FP8: V by the transposers   one per transposer warp, if there are any
-//                                                 (fwd/transpose_v.cuh)
+// v_rows       producer warp    1 + bytes (TMA)   converter warps           one per converter warp
+//                                                 (FP8, where they fill v: fwd/converter.cuh)
 //
-// Loads go out in the order in which their stages come free. The consumers overlap a tile's last P V with the next
-// tile's first Q K^T, so V runs one block behind K, across tiles too:
+// Loads are issued in the order in which their stages become free. Overlapped schedule: P V of a block runs with Q K^T
+// of the next, across tiles too, so V is loaded one block behind K:
 //
 //   tile 0:  K2  Q  K1 V2  K0 V1     tile 1:  K2 V0 Q  K1 V2 ...
 //
-// FP8 kernels whose P V comes before the next Q K^T, and not with it (Config::kVBehindK), take K2 Q V2  K1 V1  K0 V0.
+// Serial schedule, where P V comes before the next Q K^T:  K2 Q V2  K1 V1  K0 V0.
 #pragma once
 
-#include "common/block_range.h"
+#include "common/mask.h"
 #include "fwd/config.h"
 
-namespace fa3 {
+namespace fa3::fwd {
 
 template <class Config>
 CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Config::SharedStorage& smem) {
@@ -27,70 +27,80 @@ CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Conf
   cute::prefetch_tma_descriptor(&params.v);
 
   PipelineState<Config::kStagesQ> q_state;
-  PipelineState<Config::kStagesK> k_state;
-  PipelineState<Config::kStagesV> v_state;
+  PipelineState<Config::kStagesKV> k_state;
+  PipelineState<Config::kConvertsV ? Config::kStagesVRows : Config::kStagesKV> v_state;
 
-  struct Block {
-    int row;
+  struct KeyBlock {
+    int first_key;
     int kv_head_idx;
-    int batch_idx;
+    TmaRows rows;
   };
-  auto const load_k = [&](Block const& block) {
-    uint64_t* barrier = smem.pipeline_k.acquire(k_state, Config::kBytesKV);
-    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(
-        params.k, barrier, CacheHint::EVICT_LAST, smem.k[k_state.stage], block.row, block.kv_head_idx, block.batch_idx);
+  auto const load_k = [&](KeyBlock const& block) {
+    uint64_t* barrier = smem.pipeline_k.acquire(k_state, Config::kBytesK);
+    load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(params.k, barrier, CacheHint::EVICT_LAST,
+                                                                      smem.k[k_state.stage], block.rows,
+                                                                      block.first_key, block.kv_head_idx);
     k_state.advance();
   };
-  auto const load_v = [&](Block const& block) {
-    uint64_t* barrier = smem.pipeline_v.acquire(v_state, Config::kBytesKV);
-    if constexpr (Config::kVTransposed) {
-      load_keys<Config::kTileN>(params.v, barrier, CacheHint::EVICT_LAST, smem.v[v_state.stage], block.row,
-                                block.kv_head_idx, block.batch_idx);
+  auto const load_v_into = [&](auto& pipeline, auto& stages, KeyBlock const& block) {
+    uint64_t* barrier = pipeline.acquire(v_state, Config::kBytesV);
+    if constexpr (Config::kVLayout == VLayout::kTransposed) {
+      // Keys are the columns of its map, channels the rows: one box holds all channels of a block of keys.
+      load_box(params.v, barrier, CacheHint::EVICT_LAST, stages[v_state.stage], block.first_key, block.rows, 0,
+               block.kv_head_idx);
     } else {
-      load_tile<Config::kTileN, Config::kHeadDim, Config::kSlabColumns>(params.v, barrier, CacheHint::EVICT_LAST,
-                                                                        smem.v[v_state.stage], block.row,
-                                                                        block.kv_head_idx, block.batch_idx);
+      load_tile<Config::kTileN, Config::kHeadDimV, Config::kSlabColumnsV>(params.v, barrier, CacheHint::EVICT_LAST,
+                                                                          stages[v_state.stage], block.rows,
+                                                                          block.first_key, block.kv_head_idx);
     }
     v_state.advance();
   };
-  auto const load_q = [&](Tile const& tile) {
+  auto const load_v = [&](KeyBlock const& block) {
+    if constexpr (Config::kConvertsV) {
+      load_v_into(smem.pipeline_v_rows, smem.v_rows, block);
+    } else {
+      load_v_into(smem.pipeline_v, smem.v, block);
+    }
+  };
+  auto const load_q = [&](Tile const& tile, TmaRows const& rows) {
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < Config::kConsumerWarpgroups; ++w) {
       uint64_t* barrier = smem.pipeline_q[w].acquire(q_state, Config::kBytesQ);
       load_tile<kRowsPerWarpgroup, Config::kHeadDim, Config::kSlabColumns>(
-          params.q, barrier, CacheHint::EVICT_FIRST, smem.q[w][q_state.stage],
-          tile.block * Config::kTileM + w * kRowsPerWarpgroup, tile.head_idx, tile.batch_idx);
+          params.q, barrier, CacheHint::EVICT_FIRST, smem.q[w][q_state.stage], rows,
+          tile.block * Config::kTileM + w * kRowsPerWarpgroup, tile.head_idx);
     }
     q_state.advance();
   };
 
-  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  constexpr bool kVLagsK = Config::kSchedule == Schedule::kOverlapped;
+  StaticScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   bool has_previous = false;
-  Block previous;
+  KeyBlock previous;
   while (scheduler.next(tile)) {
-    int const end = block_range(tile.block * Config::kTileM, Config::kTileM, Config::kTileN, params.seqlen_q,
-                                params.seqlen_k, params.causal)
-                        .end;
-    for (int n_block = end - 1; n_block >= 0; --n_block) {
-      Block const block{n_block * Config::kTileN, tile.head_idx / params.group_size, tile.batch_idx};
+    SeqlenInfo const seqlen(params.seqlen, tile.batch_idx);
+    BlockRange const range =
+        Config::mask(params, seqlen).key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
+    for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
+      KeyBlock const block{n_block * Config::kTileN, tile.head_idx / params.group_size, seqlen.rows_k()};
       load_k(block);
-      if (Config::kVBehindK && has_previous) {
+      if (kVLagsK && has_previous) {
         load_v(previous);
       }
-      if (n_block == end - 1) {
-        load_q(tile);
+      if (n_block == range.end - 1) {
+        load_q(tile, seqlen.rows_q());
       }
-      if (!Config::kVBehindK) {
+      if (!kVLagsK) {
         load_v(block);
       }
       previous = block;
       has_previous = true;
     }
   }
-  if (Config::kVBehindK) {
+  if (kVLagsK) {
     load_v(previous);
   }
 }
 
-}  // namespace fa3
+}  // namespace fa3::fwd

@@ -1,51 +1,117 @@
-// The tiles of the forward kernels. docs/design/forward.md says what else was measured.
+// The tiles of the forward kernels. docs/design/forward.md and fp8.md say what else was measured. Plain host code.
 #pragma once
 
-#include <limits>
+#include "common/fp8_format.h"
+#include "common/mask.h"
 
-namespace fa3 {
+namespace fa3::fwd {
 
-struct FwdTile {
-  int consumer_warpgroups;  // 64 query rows each
-  int tile_n;               // keys per block
-  int stages_q;
-  int stages_kv;  // of the K ring and of the V ring
-  // Slabs of O (64 columns, see common/tma.cuh) that a warp stages in shared memory at a time. With 0 there is no room
-  // for O: it takes the place of Q, and the pipeline drains between tiles.
-  int out_slabs;
-  // The longest seqlen_k that this tile is meant for; above it the head_dim's next, larger one takes over.
-  int max_seqlen_k_full = std::numeric_limits<int>::max();
-  int max_seqlen_k_causal = std::numeric_limits<int>::max();
+// In which order a consumer warpgroup issues its two products.
+enum class Schedule {
+  kOverlapped,  // P V of a block together with Q K^T of the next (schedule_overlapped.cuh)
+  kSerial,      // one after the other: P V uses the accumulator registers of S (schedule_serial.cuh)
 };
 
-// FP8: rows that share a scale, of Q, K or V; also the keys per tile.
-constexpr int kFp8BlockRows = 128;
+// How V comes to the product P V.
+enum class VLayout {
+  kRows,        // as it lies in global memory, rows of channels: 16 bits
+  kConverted,   // FP8: the converter warps transpose it in shared memory
+  kTransposed,  // FP8: the quantizer has written it transposed
+};
 
-struct FwdFp8Tile {
-  int consumer_warpgroups;
-  int stages_kv;      // of K, and of V as P V needs it
-  int stages_v_rows;  // of V before the kernel has transposed it; 0: it is in global memory as P V needs it
-  int out_slabs;
-  int pv_columns;  // of O whose P V is computed at a time
-  // P V of a block runs together with Q K^T of the next. Else each has the registers of the other.
-  bool overlaps;
+// Where a warp lays O before TMA stores it.
+enum class OutBuffer {
+  kOwn,
+  kAliasesQ,  // there is no room for more; the pipeline drains between tiles
+};
+
+struct FwdTile {
+  int rank;                 // kernels of lower rank are preferred where they serve
+  int consumer_warpgroups;  // 64 query rows each
+  int tile_n;               // keys per block
+  int stages_q = 1;
+  int stages_kv;  // of the K ring, and of the ring that P V reads V from
+  OutBuffer out_buffer = OutBuffer::kOwn;
+  int out_slabs = 1;  // of kOwn: slabs of O (64 columns, see common/tma.cuh) that a warp lays there at a time
+  Schedule schedule = Schedule::kOverlapped;
+  VLayout v_layout = VLayout::kRows;
+  int stages_v_rows = 0;     // of kConverted: of the ring of V before it is transposed
+  int pv_slice_columns = 0;  // FP8: columns of O whose P V is computed at a time; 0: all
+  // The longest seqlen_k that the tile is meant for. Kernels of higher rank take over beyond.
+  int max_seqlen_k_full = kUnlimited;
+  int max_seqlen_k_causal = kUnlimited;
 };
 
 // Small tiles waste less of short sequences and of the diagonal; large ones read less shared memory per FLOP.
-constexpr FwdTile kFwdHdim64Short{2, 128, 1, 3, 1, 0, 1024};
-constexpr FwdTile kFwdHdim64Long{3, 128, 1, 3, 1};
-constexpr FwdTile kFwdHdim96{2, 128, 1, 3, 3};
-constexpr FwdTile kFwdHdim128Short{2, 128, 1, 2, 2, 4096, 4096};
-constexpr FwdTile kFwdHdim128Long{2, 176, 1, 2, 1};
-constexpr FwdTile kFwdHdim192{2, 96, 1, 2, 1};
-constexpr FwdTile kFwdHdim256Short{2, 64, 1, 2, 2, 512, 1024};
-constexpr FwdTile kFwdHdim256Long{2, 80, 1, 2, 0};
+constexpr FwdTile kHdim64Short{.rank = 0,
+                               .consumer_warpgroups = 2,
+                               .tile_n = 128,
+                               .stages_kv = 3,
+                               .max_seqlen_k_full = 0,
+                               .max_seqlen_k_causal = 1024};
+constexpr FwdTile kHdim64Long{.rank = 1, .consumer_warpgroups = 3, .tile_n = 128, .stages_kv = 3};
+constexpr FwdTile kHdim96{.rank = 2, .consumer_warpgroups = 2, .tile_n = 128, .stages_kv = 3, .out_slabs = 3};
+constexpr FwdTile kHdim128Short{.rank = 3,
+                                .consumer_warpgroups = 2,
+                                .tile_n = 128,
+                                .stages_kv = 2,
+                                .out_slabs = 2,
+                                .max_seqlen_k_full = 4096,
+                                .max_seqlen_k_causal = 4096};
+constexpr FwdTile kHdim128Long{.rank = 4, .consumer_warpgroups = 2, .tile_n = 176, .stages_kv = 2};
+constexpr FwdTile kHdim192{.rank = 5, .consumer_warpgroups = 2, .tile_n = 96, .stages_kv = 2};
+constexpr FwdTile kHdim256Short{.rank = 6,
+                                .consumer_warpgroups = 2,
+                                .tile_n = 64,
+                                .stages_kv = 2,
+                                .out_slabs = 2,
+                                .max_seqlen_k_full = 512,
+                                .max_seqlen_k_causal = 1024};
+constexpr FwdTile kHdim256Long{
+    .rank = 7, .consumer_warpgroups = 2, .tile_n = 80, .stages_kv = 2, .out_buffer = OutBuffer::kAliasesQ};
 
-constexpr FwdFp8Tile kFwdFp8Hdim64{3, 3, 3, 1, 64, true};
-constexpr FwdFp8Tile kFwdFp8Hdim128{3, 3, 3, 2, 64, false};
-constexpr FwdFp8Tile kFwdFp8Hdim256{2, 2, 1, 2, 128, false};
-constexpr FwdFp8Tile kFwdFp8Hdim64Vt{3, 2, 0, 1, 64, true};
-constexpr FwdFp8Tile kFwdFp8Hdim128Vt{3, 2, 0, 2, 64, false};
-constexpr FwdFp8Tile kFwdFp8Hdim256Vt{2, 2, 0, 4, 128, false};
+// FP8. A block of keys has one scale, and so kFp8ScaleRows keys.
+constexpr FwdTile kE4m3Hdim64{.rank = 0,
+                              .consumer_warpgroups = 3,
+                              .tile_n = kFp8ScaleRows,
+                              .stages_kv = 3,
+                              .v_layout = VLayout::kConverted,
+                              .stages_v_rows = 3};
+constexpr FwdTile kE4m3Hdim128{.rank = 1,
+                               .consumer_warpgroups = 3,
+                               .tile_n = kFp8ScaleRows,
+                               .stages_kv = 3,
+                               .out_slabs = 2,
+                               .schedule = Schedule::kSerial,
+                               .v_layout = VLayout::kConverted,
+                               .stages_v_rows = 3,
+                               .pv_slice_columns = 64};
+constexpr FwdTile kE4m3Hdim256{.rank = 2,
+                               .consumer_warpgroups = 2,
+                               .tile_n = kFp8ScaleRows,
+                               .stages_kv = 2,
+                               .out_slabs = 2,
+                               .schedule = Schedule::kSerial,
+                               .v_layout = VLayout::kConverted,
+                               .stages_v_rows = 1,
+                               .pv_slice_columns = 128};
+constexpr FwdTile kE4m3Hdim64Vt{
+    .rank = 3, .consumer_warpgroups = 3, .tile_n = kFp8ScaleRows, .stages_kv = 2, .v_layout = VLayout::kTransposed};
+constexpr FwdTile kE4m3Hdim128Vt{.rank = 4,
+                                 .consumer_warpgroups = 3,
+                                 .tile_n = kFp8ScaleRows,
+                                 .stages_kv = 2,
+                                 .out_slabs = 2,
+                                 .schedule = Schedule::kSerial,
+                                 .v_layout = VLayout::kTransposed,
+                                 .pv_slice_columns = 64};
+constexpr FwdTile kE4m3Hdim256Vt{.rank = 5,
+                                 .consumer_warpgroups = 2,
+                                 .tile_n = kFp8ScaleRows,
+                                 .stages_kv = 2,
+                                 .out_slabs = 4,
+                                 .schedule = Schedule::kSerial,
+                                 .v_layout = VLayout::kTransposed,
+                                 .pv_slice_columns = 128};
 
-}  // namespace fa3
+}  // namespace fa3::fwd

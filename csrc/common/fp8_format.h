@@ -1,8 +1,8 @@
-// Where V is read and written when it is transposed for FP8, and which registers of S make an operand of P V. Integers
-// only, so that the tests can run it on the host. Who transposes: fwd/transpose_v.cuh or quantize/store.cuh.
+// The format of FP8 tensors: rows per scale, and V transposed, with its keys permuted. Integers only, so that the tests
+// can run it on the host. V is transposed by fwd/converter.cuh or by quantize/store.cuh.
 //
-// P comes from an accumulator, whose thread (lane 4 g + q) holds of every 16 keys 2q, 2q+1, 8+2q and 8+2q+1; an FP8 A
-// operand wants four consecutive ones of it. So no P moves, and the keys of V are permuted instead:
+// P comes from an accumulator, whose thread (lane 4 g + q) holds of every 16 keys 2q, 2q+1, 8+2q and 8+2q+1. An FP8 A
+// operand takes four consecutive keys from a thread. P stays where it is, and the keys of V are permuted instead:
 //
 //   position   0 1 2 3   4 5  6  7   8 9 10 11   12 13 14 15      4 q + b
 //   key        0 1 8 9   2 3 10 11   4 5 12 13    6  7 14 15      8 (b / 2) + 2 q + b % 2
@@ -21,7 +21,11 @@
 
 namespace fa3 {
 
-constexpr int kTransposedKeys = 32;  // that one ldmatrix and one stmatrix move, of
+// Rows of q, k or v that share a scale, and the keys of a step of the FP8 forward. FP8_SCALE_ROWS in Python.
+constexpr int kFp8ScaleRows = 128;
+
+// One ldmatrix and one stmatrix move so many keys of so many channels.
+constexpr int kTransposedKeys = 32;
 constexpr int kTransposedChannels = 16;
 
 // V in slabs [tile_n keys][kSlabBytes]: the 16 bytes whose address lane `lane` gives ldmatrix, of the keys from `key`

@@ -1,5 +1,5 @@
-// The consumer warpgroups for head_dim above 128: dV of the CTA's 64 keys in the registers of one, dK in those of the
-// other, and half of dQ's columns each, slice by slice.
+// The consumer warpgroups for head_dim above 128: one holds dV of the CTA's 64 keys in registers, the other dK; each
+// computes half of dQ's columns, slice by slice.
 //
 //   warpgroup 0 (dV)                                  warpgroup 1 (dK)
 //   S^T_j = K Q_j^T                                   dP^T_j = V dO_j^T
@@ -7,7 +7,7 @@
 //   dV += P_j^T dO_j        <- dS_j, in its place --    dK += dS_j^T Q_j
 //   dQ_j-1, left columns                              dQ_j, right columns
 //
-// The two take different GEMMs at different times, so that one computes under the other's GEMMs.
+// The two issue different GEMMs at different times, so that one computes while the tensor cores work for the other.
 //
 // barrier         arrives                    waits           when
 // p_full          each warp of warpgroup 0   warpgroup 1     P of a step is in the stage of the ds ring
@@ -21,14 +21,13 @@
 #include "bwd/steps.cuh"
 #include "common/wgmma.cuh"
 
-namespace fa3 {
+namespace fa3::bwd {
 
-// P travels as fp16, 2^14 times as large: 11 bits also for the small probabilities of long sequences. That is more than
-// bf16 gradients show; where gradients are fp16 themselves, what the rounding left goes along in a second fp16. A
-// warp's P lies in its 16 rows of dS's tile, 16 bytes of each lane together; the same lane of the other warpgroup reads
-// it.
+// P is sent as fp16, 2^14 times as large, which gives 11 bits to the small probabilities of long sequences too. bf16
+// gradients do not show more; for fp16 gradients the rounding residual is sent along in a second fp16. A warp's P lies
+// in its 16 rows of dS's tile, 16 bytes of a lane together; the same lane of the other warpgroup reads it.
 constexpr float kProbabilityScale = 16384.f;
-constexpr float kRestScale = 2048.f;  // the rest is below 2^-11 of P
+constexpr float kResidualScale = 2048.f;  // the residual is below 2^-11 of P
 
 template <int kSize>
 CUTLASS_DEVICE void store_halves(cutlass::Array<cutlass::half_t, kSize> const& halves, void* rows) {
@@ -50,8 +49,8 @@ CUTLASS_DEVICE auto load_halves(void const* rows) {
   return cutlass::NumericArrayConverter<float, cutlass::half_t, kSize>::convert(halves);
 }
 
-template <bool kWithRest, class Accumulator>
-CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* rows, void* rest_rows) {
+template <bool kWithResidual, class Accumulator>
+CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* rows, void* residual_rows) {
   constexpr int kSize = decltype(cute::size(probabilities))::value;
   using ToHalf = cutlass::NumericArrayConverter<cutlass::half_t, float, kSize>;
   cutlass::Array<float, kSize> scaled;
@@ -62,18 +61,18 @@ CUTLASS_DEVICE void send_probabilities(Accumulator const& probabilities, void* r
   auto const halves = ToHalf::convert(scaled);
   compiler_fence();
   store_halves<kSize>(halves, rows);
-  if constexpr (kWithRest) {
+  if constexpr (kWithResidual) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSize; ++i) {
-      scaled[i] = (scaled[i] - static_cast<float>(halves[i])) * kRestScale;
+      scaled[i] = (scaled[i] - static_cast<float>(halves[i])) * kResidualScale;
     }
-    store_halves<kSize>(ToHalf::convert(scaled), rest_rows);
+    store_halves<kSize>(ToHalf::convert(scaled), residual_rows);
   }
   compiler_fence();
 }
 
-template <bool kWithRest, class Accumulator>
-CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const* rows, void const* rest_rows) {
+template <bool kWithResidual, class Accumulator>
+CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const* rows, void const* residual_rows) {
   constexpr int kSize = decltype(cute::size(probabilities))::value;
   compiler_fence();
   auto const scaled = load_halves<kSize>(rows);
@@ -81,27 +80,27 @@ CUTLASS_DEVICE void receive_probabilities(Accumulator& probabilities, void const
   for (int i = 0; i < kSize; ++i) {
     probabilities(i) = scaled[i] * (1.f / kProbabilityScale);
   }
-  if constexpr (kWithRest) {
-    auto const rest = load_halves<kSize>(rest_rows);
+  if constexpr (kWithResidual) {
+    auto const residual = load_halves<kSize>(residual_rows);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSize; ++i) {
-      probabilities(i) = fmaf(rest[i], 1.f / (kProbabilityScale * kRestScale), probabilities(i));
+      probabilities(i) = fmaf(residual[i], 1.f / (kProbabilityScale * kResidualScale), probabilities(i));
     }
   }
 }
 
 // What both warpgroups do: dQ = dS K for the columns of one of them, in slices.
 template <class Config>
-class WideDq {
+class SplitDq {
  public:
   using SharedStorage = typename Config::SharedStorage;
   using State = PipelineState<Config::kStagesDs>;
 
-  CUTLASS_DEVICE WideDq(SharedStorage& smem, int warpgroup_idx) : smem_(smem), warpgroup_idx_(warpgroup_idx) {}
+  CUTLASS_DEVICE SplitDq(SharedStorage& smem, int warpgroup_idx) : smem_(smem), warpgroup_idx_(warpgroup_idx) {}
 
-  // Computes and hands over dQ of the step whose dS is at `state`. After each slice it waits for every GEMM of this
-  // warpgroup that is under way. `after_wait` is called after the first of these waits, `after_slice` when the first
-  // slice has been handed over.
+  // Computes and publishes dQ of the step whose dS is at `state`. For each slice it waits for all GEMMs of this
+  // warpgroup that are in flight. `after_wait` is called after the first of these waits, `after_slice` when the first
+  // slice has been published.
   template <class AfterWait, class AfterSlice>
   CUTLASS_DEVICE void compute(State const& state, AfterWait const& after_wait, AfterSlice const& after_slice) {
     using namespace cute;
@@ -124,14 +123,14 @@ class WideDq {
       if (slice == Config::kDqSlices - 1) {
         smem_.pipeline_ds.release(state);
       }
-      auto& staged = smem_.dq_staged[warpgroup_idx_];
-      staged.empty.wait(phase_);
+      auto& pipeline_dq = smem_.pipeline_dq[warpgroup_idx_];
+      pipeline_dq.empty.wait(phase_);
       phase_ ^= 1;
-      stage_accumulator(tdQrdQ, smem_.dq[warpgroup_idx_]);
+      store_dq_to_smem(tdQrdQ, smem_.dq[warpgroup_idx_]);
       cutlass::arch::fence_view_async_shared();  // dQ is written, then read by TMA
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
-        staged.full[writer_].arrive();
+        pipeline_dq.full[writer_].arrive();
       }
       if (slice == 0) {
         after_slice();
@@ -154,8 +153,12 @@ CUTLASS_DEVICE auto warp_rows(typename Config::SharedStorage& smem, int stage) {
   return smem.ds[stage] + first_row_of_warp() * Config::kTileM;
 }
 template <class Config>
-CUTLASS_DEVICE auto rest_rows(typename Config::SharedStorage& smem, int stage) {
-  return smem.p_rest[stage] + first_row_of_warp() * Config::kTileM;
+CUTLASS_DEVICE auto residual_rows(typename Config::SharedStorage& smem, int stage) {
+  if constexpr (Config::kSendResidual) {
+    return smem.p_residual[stage] + first_row_of_warp() * Config::kTileM;
+  } else {
+    return nullptr;
+  }
 }
 
 // Waits until the other warpgroup has come here too: both have read K and V for the last time.
@@ -165,35 +168,36 @@ CUTLASS_DEVICE void meet_other_warpgroup(int warpgroup_idx) {
   cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, kWarpgroup + warpgroup_idx);
 }
 
-// Stores dV or dK of the tile; it takes the place of V or K on its way.
+// Stores dV or dK of the tile through the shared memory at `place`, that of V or K.
 template <class Config, int kSlabColumns, class Accumulator>
-CUTLASS_DEVICE void store_wide_gradient(CUtensorMap const& map, Accumulator& gradient, float factor,
-                                        typename Config::Element* place, Tile const& tile) {
+CUTLASS_DEVICE void store_split_gradient(KernelParams const& params, CUtensorMap const& map,
+                                         Accumulator const& gradient, typename Config::Element* place,
+                                         Tile const& tile) {
   auto const slab_rows = [&](int slab) CUTLASS_LAMBDA_FUNC_INLINE {
     return place + (slab * Config::kTileN + first_row_of_warp()) * kSlabColumns;
   };
-  store_gradient<Config, kSlabColumns>(map, gradient, factor, slab_rows,
-                                       tile.block * Config::kTileN + first_row_of_warp(), tile);
+  store_gradient<Config, kSlabColumns>(params, map, gradient, slab_rows, first_row_of_warp(), tile);
   cute::tma_store_wait<0>();
 }
 
 // Warpgroup 0: S, P and dV. dQ is computed one step late, when its dS is certainly there.
 template <class Config>
-CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::SharedStorage& smem) {
+CUTLASS_DEVICE void consume_dv(KernelParams const& params, typename Config::SharedStorage& smem) {
   using namespace cute;
   using Element = typename Config::Element;
   typename Config::MmaS mma_s;
   typename Config::MmaDv mma_dv;
-  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Config::LayoutK{});              // (kTileN, kHeadDim)
-  Tensor sQ = make_tensor(make_smem_ptr(smem.q[0]), typename Config::LayoutQ{});           // (kTileM, kHeadDim, stages)
-  Tensor sdOt = make_tensor(make_smem_ptr(smem.dout[0]), typename Config::LayoutDoutt{});  // (kHeadDim, kTileM, stages)
+  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Config::LayoutK{});     // (kTileN, kHeadDim)
+  Tensor sQ = make_tensor(make_smem_ptr(smem.q[0]), typename Config::LayoutQ{});  // (kTileM, kHeadDim, stages)
+  Tensor sdOt =
+      make_tensor(make_smem_ptr(smem.dout[0]), typename Config::LayoutDoutt{});  // (kHeadDimV, kTileM, stages)
   Tensor tSrK = mma_s.get_slice(0).partition_fragment_A(sK);
   Tensor tSrQ = mma_s.get_slice(0).partition_fragment_B(sQ);
   Tensor tdVrdO = mma_dv.get_slice(0).partition_fragment_B(sdOt);
   Tensor tSrS = partition_fragment_C(mma_s, Shape<_64, typename Config::TileM>{});
-  Tensor tdVrdV = partition_fragment_C(mma_dv, Shape<_64, typename Config::HeadDim>{});
+  Tensor tdVrdV = partition_fragment_C(mma_dv, Shape<_64, typename Config::HeadDimV>{});
   Tensor tdVrP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
-  WideDq<Config> dq(smem, 0);
+  SplitDq<Config> dq(smem, 0);
 
   PipelineState<1> kv_state;
   PipelineState<Config::kStagesQ> q_state;
@@ -210,23 +214,23 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
 
   auto const nothing = []() CUTLASS_LAMBDA_FUNC_INLINE {};
 
-  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  StaticScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
-    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
-    KeyMask const mask(params, tile.block * Config::kTileN);
+    QueryTileIterator<Config> steps(params, tile);
+    KeyMask<Config> const mask(params, tile.batch_idx, tile.block * Config::kTileN);
 
-    // P of the step whose S is there, sent to the other warpgroup, and its dV.
+    // P of the step whose S has arrived, sent to the other warpgroup, and its dV.
     auto const compute_p = [&](auto is_first) CUTLASS_LAMBDA_FUNC_INLINE {
-      mask.apply(tSrS, steps.m_block * Config::kTileM);
-      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.softmax_scale_log2);
+      mask.apply(tSrS, steps.m_block);
+      exponentials(tSrS, QueryVector<Config::kTileM>(smem.lse_log2[q_state.stage]), params.scores.softmax_scale_log2);
       __syncwarp();
       smem.pipeline_q.release(q_state);
       q_state.advance();
       steps.advance();
       smem.pipeline_ds.empty[ds_state.stage].wait(ds_state.phase ^ 1);
-      send_probabilities<Config::kSendRest>(tSrS, warp_rows<Config>(smem, ds_state.stage),
-                                            rest_rows<Config>(smem, ds_state.stage));
+      send_probabilities<Config::kSendResidual>(tSrS, warp_rows<Config>(smem, ds_state.stage),
+                                                residual_rows<Config>(smem, ds_state.stage));
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
         smem.p_full[ds_state.stage].arrive();
@@ -237,31 +241,36 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
       gemm(mma_dv, tdVrP, tdVrdO(_, _, _, dout_state.stage), tdVrdV, /*accumulate=*/!is_first);
     };
 
-    smem.pipeline_k.wait(kv_state);
-    issue_s();
-    warpgroup_wait<0>();
-    compute_p(cute::true_type{});
-    bool const several_steps = !steps.done();
-    if (several_steps) {
+    if (steps.done()) {  // no query sees a key of the tile
+      clear(tdVrdV);
+      smem.pipeline_v.wait(kv_state);
+    } else {
+      smem.pipeline_k.wait(kv_state);
       issue_s();
       warpgroup_wait<0>();
-      release_dout();
-      compute_p(cute::false_type{});
-      while (!steps.done()) {
+      compute_p(cute::true_type{});
+      bool const several_steps = !steps.done();
+      if (several_steps) {
         issue_s();
-        dq.compute(ds_state.previous().previous(), release_dout, nothing);
+        warpgroup_wait<0>();
+        release_dout();
         compute_p(cute::false_type{});
+        while (!steps.done()) {
+          issue_s();
+          dq.compute(ds_state.previous().previous(), release_dout, nothing);
+          compute_p(cute::false_type{});
+        }
       }
+      warpgroup_wait<0>();
+      release_dout();
+      if (several_steps) {
+        dq.compute(ds_state.previous().previous(), nothing, nothing);
+      }
+      dq.compute(ds_state.previous(), nothing, nothing);
     }
-    warpgroup_wait<0>();
-    release_dout();
-    if (several_steps) {
-      dq.compute(ds_state.previous().previous(), nothing, nothing);
-    }
-    dq.compute(ds_state.previous(), nothing, nothing);
 
     meet_other_warpgroup<Config>(0);
-    store_wide_gradient<Config, Config::kSlabColumns>(params.dv, tdVrdV, 1.f, smem.v, tile);
+    store_split_gradient<Config, Config::kSlabColumnsV>(params, params.dv, tdVrdV, smem.v, tile);
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);
     kv_state.advance();
@@ -270,10 +279,10 @@ CUTLASS_DEVICE void consume_dv(BwdKernelParams const& params, typename Config::S
 
 // Warpgroup 1: dP, dS and dK.
 template <class Config>
-CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::SharedStorage& smem) {
+CUTLASS_DEVICE void consume_dk(KernelParams const& params, typename Config::SharedStorage& smem) {
   using namespace cute;
   using Element = typename Config::Element;
-  typename Config::MmaS mma_dp;
+  typename Config::MmaDpShared mma_dp;
   typename Config::MmaDk mma_dk;
   Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Config::LayoutV{});            // (kTileN, kHeadDim)
   Tensor sdO = make_tensor(make_smem_ptr(smem.dout[0]), typename Config::LayoutDout{});  // (kTileM, kHeadDim, stages)
@@ -284,7 +293,7 @@ CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::S
   Tensor tdPrdP = partition_fragment_C(mma_dp, Shape<_64, typename Config::TileM>{});
   Tensor tdKrdK = partition_fragment_C(mma_dk, Shape<_64, typename Config::HeadDim>{});
   Tensor tdKrdS = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Config::kTileM / 16>>{});
-  WideDq<Config> dq(smem, 1);
+  SplitDq<Config> dq(smem, 1);
 
   PipelineState<1> kv_state;
   PipelineState<Config::kStagesQ> q_state;
@@ -301,23 +310,23 @@ CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::S
 
   auto const nothing = []() CUTLASS_LAMBDA_FUNC_INLINE {};
 
-  TileScheduler scheduler(params.scheduler, blockIdx.x);
+  StaticScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
-    Steps steps(params, tile.block, tile.head_idx, Config::kTileM, Config::kTileN);
+    QueryTileIterator<Config> steps(params, tile);
 
-    // dS of the step whose dP is there: P is received, and dS takes its place.
+    // dS of the step whose dP has arrived: P is received, and dS takes its place.
     auto const compute_ds = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
       Element* rows = warp_rows<Config>(smem, ds_state.stage);
       Tensor rP = make_fragment_like(tdPrdP);
       smem.p_full[ds_state.stage].wait(ds_state.phase);
-      receive_probabilities<Config::kSendRest>(rP, rows, rest_rows<Config>(smem, ds_state.stage));
+      receive_probabilities<Config::kSendResidual>(rP, rows, residual_rows<Config>(smem, ds_state.stage));
       score_gradients(rP, tdPrdP, QueryVector<Config::kTileM>(smem.dsum[dout_state.stage]));
       convert(rP, tdKrdS);
       __syncwarp();  // the warp has read its P, and D
       smem.pipeline_dout.release(dout_state);
       dout_state.advance();
-      stage_rows<Config::kTileM>(reinterpret_cast<uint32_t const*>(tdKrdS.data()), rows);
+      store_rows_to_smem<Config::kTileM>(reinterpret_cast<uint32_t const*>(tdKrdS.data()), rows);
       cutlass::arch::fence_view_async_shared();  // dS is written, then read by WGMMA
       __syncwarp();
       if (cutlass::canonical_lane_idx() == 0) {
@@ -331,28 +340,34 @@ CUTLASS_DEVICE void consume_dk(BwdKernelParams const& params, typename Config::S
       gemm(mma_dk, tdKrdS, tdKrQ(_, _, _, q_state.stage), tdKrdK, accumulate);
     };
 
-    smem.pipeline_v.wait(kv_state);
-    issue_dp();
-    warpgroup_wait<0>();
-    compute_ds();
-    smem.pipeline_k.wait(kv_state);
-    bool accumulate = false;
-    while (!steps.done()) {
-      issue_dk(accumulate);
-      accumulate = true;
-      // dO of the next step can only be there once dV of this one is done: that is now or later.
-      dq.compute(ds_state.previous(), release_q, issue_dp);
+    if (steps.done()) {
+      clear(tdKrdK);
+      smem.pipeline_k.wait(kv_state);
+    } else {
+      smem.pipeline_v.wait(kv_state);
+      issue_dp();
+      warpgroup_wait<0>();
       compute_ds();
+      smem.pipeline_k.wait(kv_state);
+      bool accumulate = false;
+      while (!steps.done()) {
+        issue_dk(accumulate);
+        accumulate = true;
+        // dO of the next step can only arrive once dV of this one is done, which is now or later.
+        dq.compute(ds_state.previous(), release_q, issue_dp);
+        compute_ds();
+      }
+      issue_dk(accumulate);
+      dq.compute(ds_state.previous(), release_q, nothing);
     }
-    issue_dk(accumulate);
-    dq.compute(ds_state.previous(), release_q, nothing);
 
     meet_other_warpgroup<Config>(1);
-    store_wide_gradient<Config, Config::kSlabColumnsK>(params.dk, tdKrdK, params.softmax_scale, smem.k, tile);
+    scale_gradient(tdKrdK, params.scores.softmax_scale);
+    store_split_gradient<Config, Config::kSlabColumnsK>(params, params.dk, tdKrdK, smem.k, tile);
     smem.pipeline_k.release(kv_state);
     smem.pipeline_v.release(kv_state);
     kv_state.advance();
   }
 }
 
-}  // namespace fa3
+}  // namespace fa3::bwd

@@ -23,7 +23,7 @@ constexpr int kRowsPerThread = 2;
 constexpr int kRowsPerWarp = 16;
 constexpr int kRowsPerWarpgroup = 64;
 
-// Row of the warpgroup's 64 that this thread's accumulator row `i` is, and the first column that it owns.
+// Which of the warpgroup's 64 rows this thread's accumulator row `i` is, and the first column that the thread owns.
 CUTLASS_DEVICE int accumulator_row(int i) {
   int const thread_idx = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
   return thread_idx / 32 * kRowsPerWarp + thread_idx % 32 / 4 + 8 * i;
