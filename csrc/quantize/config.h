@@ -1,19 +1,19 @@
-// The quantiser's tile, who has what of it, and its shared memory.
+// The quantizer's tile, how it is spread over threads, and its shared memory.
 //
-// A tile is 128 rows of one head. A warp has whole rows: 32, 16 or 8 of them at 64, 128 or 256 columns, so that 4, 8 or
-// 16 warps work on a tile and a CTA of 16 warps on 4, 2 or 1. A thread has 64 columns of one row, the same 32 of both
-// halves, here with kWidth = 128:
+// A tile is kFp8ScaleRows rows of one head. A warp owns whole rows: 32, 16 or 8 of them at a width of 64, 128 or 256
+// columns. So 4, 8 or 16 warps share a tile, and the 16 warps of a CTA work on 4, 2 or 1 tiles at the same time. A
+// thread owns 64 columns of one row: the same 32 of both halves. With kWidth = 128:
 //
 //   columns   0..31  32..63 | 64..95  96..127
 //   part        0      1    |    0       1          lane = part * kRowsPerWarp + row
 //
-// So the pairs of a rotary embedding over all columns (c, c + kWidth / 2) are a thread's own, six stages of the
-// Hadamard transform too, and log2(kWidth) - 6 are left for shuffles, each of which costs the shared-memory pipe as
-// much as a read of 4 bytes.
+// Each pair (c, c + kWidth / 2) of a rotary embedding over all columns therefore lies in one thread, and six butterfly
+// stages of the Hadamard transform stay within a thread. The other log2(kWidth) - 6 stages use shuffles. A shuffle
+// costs the shared-memory pipe as much as a read of 4 bytes.
 //
-// The 32 columns of a half are four vectors of 8. A lane has them in the order 0 1 2 3, each number xor lane / 8: then
-// shuffles need to carry only the vectors that another lane is to have (hadamard.cuh), and 16 lanes that write 8 bytes
-// of their rows find all banks.
+// The 32 columns of a half are four vectors of 8. At index i a lane holds vector i ^ (lane / 8). With this order a
+// shuffle carries only vectors that the other lane needs (hadamard.cuh), and 16 lanes that write 8 bytes each of their
+// rows reach all banks.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -25,12 +25,12 @@
 #include "common/tma.cuh"
 #include "quantize/quantize.h"
 
-namespace fa3 {
+namespace fa3::quantize {
 
-using Vector = cutlass::Array<float, 8>;  // neighbouring columns
+using F32x8 = cutlass::Array<float, 8>;  // values of 8 adjacent columns
+using Fragment = F32x8[8];               // a thread's 64 values of a tile
 
-// Number i of a thread's 64.
-CUTLASS_DEVICE float& value(Vector (&x)[8], int i) { return x[i / 8][i % 8]; }
+CUTLASS_DEVICE float& element(Fragment& x, int i) { return x[i / 8][i % 8]; }
 
 template <class Element_, int kWidth_>
 struct QuantizeConfig {
@@ -42,150 +42,118 @@ struct QuantizeConfig {
 
   static constexpr int kNumThreads = 512;  // at 128 registers each: one CTA per SM
   static constexpr int kNumWarps = kNumThreads / 32;
-  static constexpr int kWarpsPerTile = kQuantizeBlock / kRowsPerWarp;
-  static constexpr int kNumTiles = kNumWarps / kWarpsPerTile;  // at the same time
+  static constexpr int kWarpsPerTile = kFp8ScaleRows / kRowsPerWarp;
+  static constexpr int kNumTiles = kNumWarps / kWarpsPerTile;  // in flight per CTA
 
-  // Rows lie in slabs of 128 bytes of columns, [kRowsPerWarp][128], swizzled (common/tma.cuh).
+  // A warp's rows lie in slabs of 128 bytes of columns, [kRowsPerWarp][128], swizzled (common/tma.cuh).
   static constexpr int kSlabBytes = kRowsPerWarp * 128;
-  static constexpr int kRowBytes = kWidth * 2;  // of x; of cosines and of sines too
+  static constexpr int kRowBytes = kWidth * 2;  // of x, and of the cosines and the sines
   static constexpr int kX8SlabColumns = kWidth < 128 ? kWidth : 128;
 
-  // What a warp needs is its own, so that only the largest value of a tile makes it wait for others.
+  // Each warp has its own buffers, so that a warp waits for others only to find the tile's largest absolute value.
   struct WarpSmem {
-    alignas(1024) uint8_t x[kRowsPerWarp * kRowBytes];  // the next tile's, as soon as this one's is in registers
+    alignas(1024) uint8_t x[kRowsPerWarp * kRowBytes];  // refilled for the next tile once this one is in registers
     uint8_t cosines[kRowsPerWarp * kRowBytes];          // float32; kept while tiles have the same rows
     uint8_t sines[kRowsPerWarp * kRowBytes];
-    uint8_t x8[kRowsPerWarp * kWidth];  // in column_sums_kernel the warp's sums
+    uint8_t x8[kRowsPerWarp * kWidth];  // column_sums_kernel: the warp's sums
   };
   struct Smem {
     WarpSmem warps[kNumWarps];
     cutlass::arch::ClusterTransactionBarrier full[kNumWarps];  // the warp's x and tables have landed
-    alignas(8) uint8_t signs[kWidth];                          // as hadamard.cuh has them
-    alignas(16) uint32_t flips[kWidth / 4];                    // of two columns each, of the right half (rotary.cuh)
-    float amax[2][kNumWarps];  // of tiles in turn, so that one barrier per tile is enough
+    alignas(8) uint8_t signs[kWidth];                          // encoded by sign_byte (hadamard.cuh)
+    alignas(16) uint32_t flips[kWidth / 4];  // sign bits to flip in the right half, two columns each (rotary.cuh)
+    float amax[2][kNumWarps];                // alternate tiles use alternate rows, so one barrier per tile is enough
   };
   static_assert(sizeof(Smem) <= 227 * 1024);
 };
 
-// What the kernels are told: the caller's parameters, and how TMA finds the rows of a warp.
+// Kernel parameters: the caller's, and the tensor maps through which TMA moves a warp's rows.
 struct QuantizeKernelParams : QuantizeParams {
   CUtensorMap x_map;
-  CUtensorMap cos_map;  // of float32 tables only
+  CUtensorMap cos_map;  // used if the tables are float32
   CUtensorMap sin_map;
-  CUtensorMap x8_map;  // transposed: 16 columns of a tile
+  CUtensorMap x8_map;  // transposed: the box is 16 columns of a tile
 };
 
-// Where byte `byte` of a warp's row lies among slabs of kSlabWidth bytes of columns.
+// Offset of byte `byte` of a warp's row in slabs of kSlabWidth bytes of columns.
 template <class Config, int kSlabWidth = 128>
-CUTLASS_DEVICE int place(int row, int byte) {
+CUTLASS_DEVICE int swizzled_offset(int row, int byte) {
   return (byte / kSlabWidth * Config::kRowsPerWarp + row) * kSlabWidth +
          (byte % kSlabWidth ^ swizzled_chunk<kSlabWidth>(row, 0) * 16);
 }
 
-// A tile.
-struct HeadBlock {
-  int block;  // of rows
-  int batch_idx;
-  int head_idx;
-  int head_batch;  // batch_idx * num_heads + head_idx
-};
-
-// The same number, of which the compiler no longer knows that it is the same for all tiles: else it would keep dozens
-// of addresses that depend on it in registers, and spill.
-CUTLASS_DEVICE unsigned opaque(unsigned number) {
+// Returns its argument, but the compiler no longer knows that the value is the same for all tiles. Otherwise it keeps
+// dozens of addresses that depend on it in registers across tiles, and spills.
+CUTLASS_DEVICE unsigned hide_from_compiler(unsigned number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
-// What a thread has. Made anew for each tile.
+// Which row and which columns a thread owns, and where they lie in shared memory. Constructed anew for each tile.
 template <class Config>
 struct ThreadRow {
   int lane_idx;
-  int row;   // in the warp's rows
-  int part;  // of the columns of a half
-  int swap;  // of the vectors
+  int row;         // among the warp's rows
+  int part;        // which 32 columns of each half
+  int vector_xor;  // index i holds vector i ^ vector_xor of a half
 
   CUTLASS_DEVICE ThreadRow() {
-    lane_idx = opaque(threadIdx.x) % 32;
+    lane_idx = hide_from_compiler(threadIdx.x) % 32;
     row = lane_idx % Config::kRowsPerWarp;
     part = lane_idx / Config::kRowsPerWarp;
-    swap = lane_idx / 8;
+    vector_xor = lane_idx / 8;
   }
 
-  // First column of the thread's vector i of 8: four are of the left half, four of the right.
-  CUTLASS_DEVICE int column(int i) const { return i / 4 * (Config::kWidth / 2) + part * 32 + (i % 4 ^ swap) * 8; }
+  // First column of x[i]. Indices 0 to 3 are in the left half, 4 to 7 in the right half.
+  CUTLASS_DEVICE int column(int i) const { return i / 4 * (Config::kWidth / 2) + part * 32 + (i % 4 ^ vector_xor) * 8; }
 
-  // Where vector i lies among the warp's rows of x: place(row, column(i) * 2), but from one register. The numbers of
-  // its pairs (column(i) / 2), as float32, lie at the same place.
-  CUTLASS_DEVICE int offset(int i) const {
-    int const byte = i / 4 * Config::kWidth + i % 4 * 16;  // from the thread's first
-    return (place<Config>(row, part * 64 + swap * 16) ^ (byte % 128)) + byte / 128 * Config::kSlabBytes;
+  // Offset of x[i] in the warp's x: swizzled_offset(row, column(i) * 2), computed from one register. In a table of
+  // float32 the entries of its interleaved pairs, from column(i) / 2 on, have the same offset.
+  CUTLASS_DEVICE int x_offset(int i) const {
+    int const byte = i / 4 * Config::kWidth + i % 4 * 16;  // from the thread's first byte
+    return (swizzled_offset<Config>(row, part * 64 + vector_xor * 16) ^ (byte % 128)) + byte / 128 * Config::kSlabBytes;
   }
 
-  // Where it lies among those of x8. The Hadamard transform exchanges bits of `part` for bits of i: after it the
-  // vector's number in its half is swap, with those bits of i above (or, where a row has one or two threads, in their
-  // place).
-  CUTLASS_DEVICE int offset_of_x8(int i, bool transformed) const {
+  // Offset of the quantized x[i] in the warp's x8. The Hadamard transform exchanges bits of `part` with bits of i.
+  // After it, the low bits of the vector's index within its half are vector_xor, and bits of i stand above them (with
+  // four threads per row) or are combined with them (with one or two).
+  CUTLASS_DEVICE int x8_offset(int i, bool transformed) const {
     constexpr int kSlab = Config::kX8SlabColumns;
     int const bit0 = transformed && Config::kThreadsPerRow == 4 ? 32 : 8;
     int const bit1 = transformed && Config::kThreadsPerRow >= 2 ? 16 * Config::kThreadsPerRow : 16;
     int const half = i / 4 * (Config::kWidth / 2);
-    int const first = place<Config, kSlab>(row, (transformed ? 0 : part * 32) + swap * 8);
+    int const first = swizzled_offset<Config, kSlab>(row, (transformed ? 0 : part * 32) + vector_xor * 8);
     return (first ^ (i & 1 ? bit0 : 0) ^ (i & 2 ? bit1 : 0) ^ half % kSlab) +
            half / kSlab * kSlab * Config::kRowsPerWarp;
   }
 };
 
-// The tiles of a launch, in order: all heads of all sequences before the next block of rows. A CTA takes neighbours,
-// and so reads the rotary tables of its rows once for many heads.
-struct HeadBlocks {
+struct Tile {
+  int block;  // of kFp8ScaleRows rows
+  int batch_idx;
+  int head_idx;
+  int bh;  // batch-head pair: batch_idx * num_heads + head_idx
+};
+
+// The tiles of a launch in order: all heads of all sequences, then the next block of rows. A CTA takes consecutive
+// tiles, and so loads the rotary tables of its rows once for many heads.
+struct TileOrder {
   int num_tiles;
   int num_blocks;
-  cutlass::FastDivmod head_batches;  // batch x num_heads
+  cutlass::FastDivmod batch_heads;  // divides by batch * num_heads
   cutlass::FastDivmod heads;
 
-  CUTLASS_DEVICE int first_of(int cta) const {
+  CUTLASS_DEVICE int first_tile_of(int cta) const {
     int const num_ctas = gridDim.x;
     return num_tiles / num_ctas * cta + min(num_tiles % num_ctas, cta);  // the first CTAs have one more
   }
 
-  CUTLASS_DEVICE HeadBlock operator[](int number) const {
-    HeadBlock tile;
-    head_batches(tile.block, tile.head_batch, number);
-    heads(tile.batch_idx, tile.head_idx, tile.head_batch);
+  CUTLASS_DEVICE Tile operator[](int tile_idx) const {
+    Tile tile;
+    batch_heads(tile.block, tile.bh, tile_idx);
+    heads(tile.batch_idx, tile.head_idx, tile.bh);
     return tile;
   }
 };
 
-// A warp's way through the tiles of its CTA: every kNumTiles-th one.
-template <class Config>
-struct WarpTiles {
-  HeadBlocks const& tiles;
-  int const warp_idx = cutlass::canonical_warp_idx_sync();
-  int const slot = warp_idx / Config::kWarpsPerTile;  // its tile's, of kNumTiles
-  int number;
-  int end;
-  int parity = 0;  // of the tile in the warp's order
-
-  CUTLASS_DEVICE explicit WarpTiles(HeadBlocks const& tiles)
-      : tiles(tiles), number(tiles.first_of(blockIdx.x) + slot), end(tiles.first_of(blockIdx.x + 1)) {}
-
-  CUTLASS_DEVICE bool is_tile() const { return number < end; }
-  CUTLASS_DEVICE bool has_next() const { return number + Config::kNumTiles < end; }
-  CUTLASS_DEVICE HeadBlock tile() const { return tiles[number]; }
-  CUTLASS_DEVICE HeadBlock next() const { return tiles[number + Config::kNumTiles]; }
-
-  CUTLASS_DEVICE void advance() {
-    number += Config::kNumTiles;
-    parity ^= 1;
-  }
-
-  CUTLASS_DEVICE int first_row(HeadBlock const& tile) const {
-    return tile.block * kQuantizeBlock + warp_idx % Config::kWarpsPerTile * Config::kRowsPerWarp;
-  }
-
-  // Waits for the warps that work on the same tile.
-  CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(Config::kWarpsPerTile * 32, slot); }
-};
-
-}  // namespace fa3
+}  // namespace fa3::quantize

@@ -1,33 +1,34 @@
-// Random signs and the Hadamard transform of a row in Sylvester's order, times sqrt(kWidth) * kSign.
+// Multiplies a row by random signs and transforms it by the Hadamard matrix in Sylvester's order. The result is
+// sqrt(kWidth) * kSign times the orthogonal transform.
 #pragma once
 
 #include "quantize/config.h"
 
-namespace fa3 {
+namespace fa3::quantize {
 
-// A sign as 0.5 or -0.5: such a float32 is its highest byte and zeros, which one instruction can put together.
+// A sign is 0.5 or -0.5. Only the highest byte of such a float32 is not 0, so one instruction expands it from a byte.
 constexpr float kSign = 0.5f;
 
 CUTLASS_DEVICE uint8_t sign_byte(float sign) { return __float_as_uint(copysignf(kSign, sign)) >> 24; }
 
-// For two values in 16 bits: the sign bits that are set where columns 0 and 1 and those `distance` further differ in
-// sign.
+// A mask for two packed 16-bit values: the sign bit of value i (0 or 1) is set if signs[i] and signs[i + distance]
+// differ.
 CUTLASS_DEVICE uint32_t sign_flips(float const* signs, int distance) {
   auto const flip = [&](int i) { return uint32_t(signs[i] * signs[i + distance] < 0); };
   return flip(0) << 15 | flip(1) << 31;
 }
 
-// The sign whose byte is number i of four.
+// The sign in byte i of four.
 CUTLASS_DEVICE float read_sign(uint32_t bytes, int i) {
   return __uint_as_float(__byte_perm(bytes, 0, 0x0444 | i << 12));
 }
 
-// One stage per bit of a column's number: (a, b), whose columns differ in that bit, becomes (a + b, a - b). The stages
-// may come in any order.
+// The transform has one butterfly stage per bit of the column index. A pair (a, b) whose columns differ in that bit
+// becomes (a + b, a - b). The stages may run in any order.
 //
-// In this one the two are of the same vector.
+// A stage within one vector.
 template <int kStride>
-CUTLASS_DEVICE void butterflies(Vector& x) {
+CUTLASS_DEVICE void butterflies(F32x8& x) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
     if ((i & kStride) == 0) {
@@ -38,8 +39,8 @@ CUTLASS_DEVICE void butterflies(Vector& x) {
   }
 }
 
-// In this one of two vectors, after they are multiplied by their columns' signs.
-CUTLASS_DEVICE void signed_butterflies(Vector& a, Vector& b, uint2 signs_a, uint2 signs_b) {
+// A stage between two vectors, which first multiplies them by the signs of their columns.
+CUTLASS_DEVICE void signed_butterflies(F32x8& a, F32x8& b, uint2 signs_a, uint2 signs_b) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
     float const sign_b = read_sign(i < 4 ? signs_b.x : signs_b.y, i % 4);
@@ -49,8 +50,8 @@ CUTLASS_DEVICE void signed_butterflies(Vector& a, Vector& b, uint2 signs_a, uint
   }
 }
 
-// Of two vectors whose order, in lanes for which sign is -1, is swapped, and stays so.
-CUTLASS_DEVICE void swapped_butterflies(Vector& first, Vector& second, float sign) {
+// A stage between two vectors that lanes with sign -1 hold in swapped order, before and after.
+CUTLASS_DEVICE void swapped_butterflies(F32x8& first, F32x8& second, float sign) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
     float const x = first[i], y = second[i];
@@ -59,30 +60,32 @@ CUTLASS_DEVICE void swapped_butterflies(Vector& first, Vector& second, float sig
   }
 }
 
-// Two stages: that one, then the one between the lanes who differ in bit kLane, which is one of their part. Each gives
-// away its second vector, which for the lane of b (sign -1) is of the columns that the lane of a (sign 1) has first:
-// then each has both values of its columns. From there on the vector's bit is that of the part, the lane's that of the
-// vector.
+// Two stages: first swapped_butterflies, then the stage between two lanes that differ in bit kLane, which is a bit of
+// `part`. Each lane sends its second vector: lane a (sign 1) sends a1, and lane b (sign -1), whose vectors are swapped,
+// sends b0. Then lane a has a0 and b0, and lane b has a1 and b1, which are the pairs of the second stage. Afterwards
+// the two bits of the column index have changed places: first and second differ in the bit of `part`, the lanes in the
+// bit of the vector.
 //
 //            lane of a   lane of b             lane of a   lane of b
 //   first    a0          b1            ->      a0 + b0     a1 + b1
 //   second   a1          b0                    a0 - b0     a1 - b1
 template <int kLane>
-CUTLASS_DEVICE void exchanged_butterflies(Vector& first, Vector& second, float sign) {
+CUTLASS_DEVICE void exchanged_butterflies(F32x8& first, F32x8& second, float sign) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
     float const x = first[i], y = second[i];
     float const kept = fmaf(x, sign, y);
-    float const given = fmaf(x, -sign, y);  // times the other lane's sign
-    float const taken = __shfl_xor_sync(0xffffffff, given, kLane);
-    first[i] = fmaf(taken, sign, kept);
-    second[i] = fmaf(kept, sign, -taken);
+    float const sent = fmaf(x, -sign, y);  // times the other lane's sign
+    float const received = __shfl_xor_sync(0xffffffff, sent, kLane);
+    first[i] = fmaf(received, sign, kept);
+    second[i] = fmaf(kept, sign, -received);
   }
 }
 
-// The last two, of vectors i and i + kLane / 8: where bit kLane of a lane's number is not of its part, only one.
+// The stages between vectors i and i + kLane / 8, and between lanes that differ in bit kLane if that is a bit of
+// `part`. Otherwise the bit belongs to `row`, and there is one stage.
 template <class Config, int kLane>
-CUTLASS_DEVICE void lane_butterflies(Vector& first, Vector& second, float sign) {
+CUTLASS_DEVICE void lane_butterflies(F32x8& first, F32x8& second, float sign) {
   if constexpr (kLane >= Config::kRowsPerWarp) {
     exchanged_butterflies<kLane>(first, second, sign);
   } else {
@@ -90,9 +93,9 @@ CUTLASS_DEVICE void lane_butterflies(Vector& first, Vector& second, float sign) 
   }
 }
 
-// The signs, and the stage between the halves of a row.
+// Applies the signs, and the stage between the halves of a row.
 template <class Config>
-CUTLASS_DEVICE void hadamard_of_halves(ThreadRow<Config> const& thread, uint8_t const* signs, Vector (&x)[8]) {
+CUTLASS_DEVICE void hadamard_of_halves(ThreadRow<Config> const& thread, uint8_t const* signs, Fragment& x) {
   auto const signs_of = [&](int i) { return *reinterpret_cast<uint2 const*>(signs + thread.column(i)); };
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -100,23 +103,23 @@ CUTLASS_DEVICE void hadamard_of_halves(ThreadRow<Config> const& thread, uint8_t 
   }
 }
 
-// The stages within halves. Returns the largest absolute value of those that are not NaN: of a + b and a - b it is
-// |a| + |b|, rounded as they are.
+// The stages within halves. Returns the largest absolute value of the results, NaN left out. The last stage makes a + b
+// and a - b, and the larger absolute value of the two is |a| + |b|, with the same rounding.
 template <class Config>
-CUTLASS_DEVICE float hadamard_in_halves(ThreadRow<Config> const& thread, Vector (&x)[8]) {
-  float const sign8 = thread.swap & 1 ? -1.f : 1.f;
+CUTLASS_DEVICE float hadamard_in_halves(ThreadRow<Config> const& thread, Fragment& x) {
+  float const sign8 = thread.vector_xor & 1 ? -1.f : 1.f;
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; i += 2) {
     lane_butterflies<Config, 8>(x[i], x[i + 1], sign8);
     butterflies<1>(x[i]);
     butterflies<1>(x[i + 1]);
   }
-  float const sign16 = thread.swap & 2 ? -1.f : 1.f;
+  float const sign16 = thread.vector_xor & 2 ? -1.f : 1.f;
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; i += i % 2 == 0 ? 1 : 3) {
     lane_butterflies<Config, 16>(x[i], x[i + 2], sign16);
   }
-  float amax[4] = {};  // not one, whose steps would wait for each other
+  float amax[4] = {};  // four independent chains of maxima
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; ++i) {
     butterflies<2>(x[i]);
@@ -129,4 +132,4 @@ CUTLASS_DEVICE float hadamard_in_halves(ThreadRow<Config> const& thread, Vector 
   return fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3]));
 }
 
-}  // namespace fa3
+}  // namespace fa3::quantize

@@ -1,4 +1,4 @@
-// The torch side of the quantiser: its schema, checks and outputs.
+// The torch side of the quantizer: its schema, checks and outputs.
 #include <optional>
 #include <string>
 #include <tuple>
@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
   if (signs.has_value()) {
     check_signs(check, x, *signs);
   }
-  check(block_size == 0 || block_size == kQuantizeBlock, "block_size", "be 0 or " + std::to_string(kQuantizeBlock),
+  check(block_size == 0 || block_size == kFp8ScaleRows, "block_size", "be 0 or " + std::to_string(kFp8ScaleRows),
         std::to_string(block_size));
   check(!transpose || (!signs.has_value() && !cos.has_value() && !smooth), "transpose",
         "be false with signs, cos or smooth: it is for V, which is only cast", "true");
@@ -73,9 +73,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
 
   int64_t const width = signs.has_value() ? signs->size(0) : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
   int64_t const columns = signs.has_value() ? width : head_dim;
-  int64_t const num_blocks = (seqlen + kQuantizeBlock - 1) / kQuantizeBlock;
+  int64_t const num_blocks = (seqlen + kFp8ScaleRows - 1) / kFp8ScaleRows;
   auto const new_x8 = [&](int64_t columns) {
-    std::vector<int64_t> const shape = transpose ? std::vector{batch, num_heads, columns, num_blocks * kQuantizeBlock}
+    std::vector<int64_t> const shape = transpose ? std::vector{batch, num_heads, columns, num_blocks * kFp8ScaleRows}
                                                  : std::vector{batch, seqlen, num_heads, columns};
     return torch::stable::new_empty(x, shape, ScalarType::Float8_e4m3fn);
   };
@@ -131,7 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
       .columns = static_cast<int>(columns),
       .num_sms = device_properties(x.get_device()).num_sms,
   };
-  (dtype == Dtype::kBFloat16 ? quantize_bf16 : quantize_fp16)(params, current_stream(x.get_device()));
+  (dtype == Dtype::kBFloat16 ? quantize::quantize_bf16 : quantize::quantize_fp16)(params,
+                                                                                  current_stream(x.get_device()));
   if (columns != columns_for_tma) {
     Tensor packed = new_x8(columns);
     torch::stable::copy_(packed, torch::stable::narrow(x8, 3, 0, columns));

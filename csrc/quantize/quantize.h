@@ -1,4 +1,4 @@
-// The quantiser to e4m3 as the op calls it. Plain host code.
+// The quantizer to e4m3, as the op calls it. Plain host code.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,10 +7,14 @@
 
 namespace fa3 {
 
-constexpr int kQuantizeBlock = 128;  // rows that share a scale, and of a transposed x8
+constexpr int kFp8ScaleRows = 128;  // rows that share a scale; keys of a transposed V come in whole blocks of so many
 
-// On the stream, for x of bfloat16 and of float16.
+}  // namespace fa3
+
+namespace fa3::quantize {
+
+// Launch on the stream, for x of bfloat16 and of float16.
 void quantize_bf16(QuantizeParams const& params, cudaStream_t stream);
 void quantize_fp16(QuantizeParams const& params, cudaStream_t stream);
 
-}  // namespace fa3
+}  // namespace fa3::quantize
