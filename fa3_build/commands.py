@@ -205,7 +205,7 @@ def build_report(plan: Plan, logs: list[str]) -> dict[str, Any]:
         "torch_headers": plan.torch_version,
         "cutlass": plan.cutlass_version,
         # A file of attention has one main kernel, known by the file's name. Helpers: what the backward runs before and
-        # after it, and the quantiser.
+        # after it, and the quantizer.
         "kernels": [kernel for kernel in kernels if _is_main(kernel)],
         "helper_kernels": [kernel for kernel in kernels if not _is_main(kernel)],
         "ptxas_messages": [message for log in logs for message in parse_messages(log)],

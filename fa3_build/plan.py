@@ -21,12 +21,13 @@ from pathlib import Path
 from fa3_build.toolkit import PIP_TOOLKIT, Toolkit, find_toolkits
 
 ROOT = Path(__file__).resolve().parent.parent
-# In every build: the ops, and the quantiser, whose kernels compile in seconds.
+# In every build: the ops, and the quantizer, whose kernels compile in seconds.
 OPS = (
-    "csrc/api.cpp",
+    "csrc/ops/attention.cpp",
+    "csrc/ops/quantize.cpp",
+    "csrc/ops/kernel_table.cpp",
     "csrc/fwd/kernels.cpp",
     "csrc/bwd/kernels.cpp",
-    "csrc/quantize/op.cpp",
     "csrc/quantize/quantize_bf16.cu",
     "csrc/quantize/quantize_fp16.cu",
 )

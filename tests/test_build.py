@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -177,6 +178,17 @@ def test_a_subset_of_kernels_by_part_or_glob(no_compiler, tmp_path):
     no_compiler.setenv("FA3_KERNELS", "hdim80")
     with pytest.raises(SystemExit, match="FA3_KERNELS must match at least one of"):
         plan.kernel_sources()
+
+
+def test_the_sources_of_every_build_exist():
+    assert [source for source in plan.OPS if not (ROOT / source).is_file()] == []
+
+
+def test_only_the_ops_include_torch():
+    """Kernels compile as plain CUDA, in any torch's absence."""
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file() and path.parent.name != "ops"]
+    assert len(files) > len(plan.OPS)
+    assert [path.name for path in files if "torch" in " ".join(re.findall(r"#include .*", path.read_text()))] == []
 
 
 def test_ptxas_statistics_of_kernels():

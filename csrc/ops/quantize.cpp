@@ -4,8 +4,8 @@
 #include <tuple>
 #include <vector>
 
+#include "ops/torch_op.h"
 #include "quantize/quantize.h"
-#include "torch_op.h"
 
 namespace fa3 {
 namespace {
