@@ -32,9 +32,9 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 
 def compile_requirements() -> list[str]:
-    """What the compile needs on this machine; empty where no kernels will be built.
+    """What compiling needs on this machine. Empty if no kernels will be built.
 
-    setuptools' own hook is not asked: it runs setup.py, which cannot plan a build before these are installed.
+    This does not call the hook of setuptools, which runs setup.py: that cannot plan a build before these are installed.
     """
     wanted = kernels_switch()
     if wanted is False or sys.platform != "linux":

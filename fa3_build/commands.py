@@ -70,9 +70,9 @@ def kernel_extension(plan: Plan) -> Extension:
         sources=list(plan.sources),
         include_dirs=[str(ROOT / "csrc"), str(cutlass_link(plan.cutlass_include))],
         define_macros=STABLE_ABI_MACROS,
-        # torch's checks put the names of its headers into messages: without the folder where they are installed
+        # torch's checks put the paths of its headers into messages; this cuts off the folder where they are installed
         extra_compile_args={"cxx": [*CXX_FLAGS, f"-ffile-prefix-map={torch_headers}/="], "nvcc": list(NVCC_FLAGS)},
-        # By soname: a toolkit installed by pip has no libcudart.so. At run time torch has loaded it already.
+        # By soname, because a toolkit installed by pip has no libcudart.so. At run time torch has loaded the library.
         extra_link_args=[f"-l:libcudart.so.{plan.toolkit.major}"],
         py_limited_api=True,
     )
@@ -81,7 +81,7 @@ def kernel_extension(plan: Plan) -> Extension:
 
 
 def cutlass_link(include: Path) -> Path:
-    """A link build/cutlass to the headers, so that neither line tables nor ccache see where they are installed."""
+    """Links build/cutlass to the headers, so that neither line tables nor ccache depend on where they are installed."""
     link = ROOT / BUILD / "cutlass"
     link.parent.mkdir(exist_ok=True)
     if link.is_symlink():
@@ -91,21 +91,21 @@ def cutlass_link(include: Path) -> Path:
 
 
 def build_python_command(plan: Plan) -> type[Command]:
-    """build_py that says why no kernels are built, and records it."""
+    """A build_py that prints and records why no kernels are built."""
 
     class BuildPython(build_py):
         def run(self) -> None:
             super().run()
             package = Path(self.get_package_dir("fa3") if self.editable_mode else Path(self.build_lib) / "fa3")
             print(f"fa3: installing without GPU kernels (CPU only): {plan.reason}", file=sys.stderr)
-            if not (package / LIBRARY).exists():  # in place, an earlier build may have left one, and its report
+            if not (package / LIBRARY).exists():  # an earlier build in place has left its report beside its library
                 write_report(package, build_report(plan, []))
 
     return BuildPython
 
 
 def build_kernels_command(plan: Plan) -> type[Command]:
-    """build_ext with one line per compiled file, live and in build/fa3_build.log, and the build report."""
+    """A build_ext that prints one line per compiled file, logs to build/fa3_build.log, and writes the build report."""
     _put_ninja_on_path()  # torch looks for it when the command is made
     from torch.utils.cpp_extension import BuildExtension
 
@@ -144,7 +144,7 @@ def build_kernels_command(plan: Plan) -> type[Command]:
 
 
 def launcher(name: str, compiler: str) -> str:
-    """A script that runs `compiler` through compile.py: torch takes a compiler's path, not a command."""
+    """Writes a script that runs `compiler` through compile.py, because torch takes a path, not a command."""
     script = (OBJECTS / "launch" / name).resolve()
     script.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, str(ROOT / "fa3_build" / "compile.py"), *shlex.split(compiler)]
@@ -155,7 +155,7 @@ def launcher(name: str, compiler: str) -> str:
 
 @contextmanager
 def short_ninja_output(log: Path) -> Iterator[None]:
-    """Within it, what this process and its children print goes to the log too, without ninja's echo of each command."""
+    """Copies what this process and its children print to `log`, and leaves out ninja's echo of each command."""
     sys.stdout.flush()
     console = os.dup(1)
     read_end, write_end = os.pipe()
@@ -196,7 +196,7 @@ def shorten(lines: Iterable[str]) -> Iterator[str]:
 
 
 def build_report(plan: Plan, logs: list[str]) -> dict[str, Any]:
-    """What was built and what ptxas said of it. Names no folder of the machine that built it."""
+    """What was built and what ptxas said about it. It names no folder of the machine that built it."""
     kernels = [{"name": Path(_source(log)).stem} | kernel for log in logs for kernel in parse_kernels(log)]
     return {
         "built": plan.build,
@@ -204,8 +204,8 @@ def build_report(plan: Plan, logs: list[str]) -> dict[str, Any]:
         "nvcc": plan.toolkit.version if plan.toolkit else None,
         "torch_headers": plan.torch_version,
         "cutlass": plan.cutlass_version,
-        # A file of attention has one main kernel, known by the file's name. Helpers: what the backward runs before and
-        # after it, and the quantizer.
+        # Each file of attention has one main kernel. Helpers are the kernels that the backward runs before and after
+        # it, and the quantizer's.
         "kernels": [kernel for kernel in kernels if _is_main(kernel)],
         "helper_kernels": [kernel for kernel in kernels if not _is_main(kernel)],
         "ptxas_messages": [message for log in logs for message in parse_messages(log)],
@@ -219,12 +219,12 @@ def write_report(package: Path, report: dict[str, Any]) -> None:
 
 
 def _is_main(kernel: dict[str, Any]) -> bool:
-    """Whether it is the function fwd_kernel of a file fwd_*.cu, or bwd_kernel of a file bwd_*.cu."""
+    """Whether the kernel is the function fwd_kernel of a file fwd_*.cu, or bwd_kernel of a file bwd_*.cu."""
     return f"{kernel['name'].split('_')[0]}_kernel" in kernel["symbol"]
 
 
 def _seconds(log: str) -> tuple[str, float]:
-    """File name and seconds from the first line of a launcher's log."""
+    """The file name and the seconds in the first line of a launcher's log."""
     name, seconds, _ = log.split("\n", 1)[0].split(", ")
     return name, float(seconds.removesuffix(" s"))
 
@@ -234,6 +234,6 @@ def _source(log: str) -> str:
 
 
 def _put_ninja_on_path() -> None:
-    """An environment that is not activated has ninja's package, but not its folder on PATH."""
+    """Adds the folder of the scripts to PATH if it is missing there, as in an environment that is not activated."""
     if shutil.which("ninja") is None:
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])

@@ -1,7 +1,7 @@
-"""Runs one compiler call: `compile.py COMPILER ARGUMENTS...`, through ccache if there is one.
+"""Runs one compiler call, `compile.py COMPILER ARGUMENTS...`, through ccache if it is installed.
 
-Prints one line, `name, seconds, peak memory`, then what the compiler said (without ptxas's statistics), and keeps all
-of it beside the object file as OBJECT.log. fa3_build.commands turns these logs into the build report.
+Prints one line, `name, seconds, peak memory`, then the compiler's messages without ptxas's statistics. The whole output
+goes to OBJECT.log beside the object file. fa3_build.commands turns these logs into the build report.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(compiler: str, arguments: list[str]) -> int:
 
 
 def relative(argument: str) -> str:
-    """Sources and include folders of this project relative to here, so that nothing compiled names where it lies."""
+    """Makes the project's sources and include folders relative, so that no compiled file names the project's folder."""
     if argument.startswith(f"-I{ROOT}"):
         return f"-I{os.path.relpath(argument[2:])}"
     if argument.startswith(str(ROOT)) and argument.endswith((".cpp", ".cu")):
@@ -53,7 +53,7 @@ def relative(argument: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """ccache's settings: a clone in another folder, with the same compiler and headers, finds what this one built."""
+    """Sets ccache so that a clone in another folder, with the same compiler and headers, finds what this one built."""
     defaults = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1", "CCACHE_COMPILERCHECK": "content"}
     return defaults | dict(os.environ)
 

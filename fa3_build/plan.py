@@ -37,12 +37,12 @@ MINIMUM_TORCH = (2, 10)
 
 
 class CannotBuild(Exception):
-    """Why the kernels cannot be built on this machine, in one line."""
+    """Says in one line why the kernels cannot be built on this machine."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to build: either everything is set, or `reason` says why nothing is compiled."""
+    """What to build. Either every field but `reason` is set, or `reason` says why nothing is compiled."""
 
     reason: str | None = None
     toolkit: Toolkit | None = None
@@ -57,7 +57,7 @@ class Plan:
 
 
 def make_plan() -> Plan:
-    """The plan for this machine and environment. Exits with the reason if FA3_BUILD_KERNELS=1 cannot be honoured."""
+    """The plan for this machine and environment. Exits with the reason if FA3_BUILD_KERNELS=1 cannot be satisfied."""
     forced = kernels_switch()
     if forced is False:
         return Plan(reason="FA3_BUILD_KERNELS=0 was set at build time")
@@ -70,7 +70,7 @@ def make_plan() -> Plan:
 
 
 def kernels_switch() -> bool | None:
-    """FA3_BUILD_KERNELS: True, False, or None where it is unset."""
+    """The value of FA3_BUILD_KERNELS: True, False, or None if it is unset."""
     value = os.environ.get("FA3_BUILD_KERNELS", "")
     if value not in ("", "0", "1"):
         raise SystemExit(f"fa3: FA3_BUILD_KERNELS must be 0, 1 or unset, got {value!r}")
@@ -78,7 +78,7 @@ def kernels_switch() -> bool | None:
 
 
 def kernel_sources() -> list[str]:
-    """The .cu files of attention to compile, relative to the project folder; FA3_KERNELS may choose some of them."""
+    """The .cu files of attention to compile, relative to the project folder: all, or those that FA3_KERNELS selects."""
     sources = sorted(path.relative_to(ROOT).as_posix() for pattern in KERNELS for path in ROOT.glob(pattern))
     wanted = [part.strip() for part in os.environ.get("FA3_KERNELS", "").split(",") if part.strip()]
     if not wanted:
@@ -118,7 +118,7 @@ def _plan_kernels() -> Plan:
 
 
 def _torch() -> tuple[str, str]:
-    """Version of the torch whose headers are built against, and the CUDA version that it was built with."""
+    """The version of the torch that provides the headers, and the version of CUDA that it was built with."""
     if importlib.util.find_spec("torch") is None:
         raise CannotBuild("torch is not installed in the environment that builds fa3 (pip install torch)")
     import torch
@@ -131,7 +131,7 @@ def _torch() -> tuple[str, str]:
 
 
 def _cutlass() -> tuple[Path, str]:
-    """Where the CUTLASS headers are, found without importing their package (it drags in scipy), and their version."""
+    """The folder and version of the CUTLASS headers, found without importing their package (that needs scipy)."""
     spec = importlib.util.find_spec("cutlass_library")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         include = Path(folder) / "source" / "include"
@@ -145,7 +145,7 @@ def _has_ninja() -> bool:
 
 
 def _choose(toolkits: list[Toolkit], torch_version: str, torch_cuda: str) -> Toolkit:
-    """The first toolkit that torch's own check accepts: the same major version of CUDA."""
+    """The first toolkit that torch's own check accepts, which is one with the same major version of CUDA."""
     for toolkit in toolkits:
         minor = int(toolkit.version.split(".")[1])
         if toolkit.major == int(torch_cuda.split(".")[0]) and (toolkit.major, minor) >= MINIMUM_CUDA:

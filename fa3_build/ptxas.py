@@ -11,12 +11,12 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 REGISTERS = re.compile(r"Used (\d+) registers")
 BARRIERS = re.compile(r"used (\d+) barriers")
 STATIC_SMEM = re.compile(r"(\d+) bytes smem")
-CODE = re.compile(r"\bC75\d\d\b")  # what ptxas did to WGMMA pipelines and register counts
+CODE = re.compile(r"\bC75\d\d\b")  # messages about WGMMA pipelines and register counts
 FOLDER = re.compile(r"(?<![\w.])(?:/[^\s/:;,'\"()]+)*/(?=[^\s/])")
 
 
 def parse_kernels(log: str) -> list[dict[str, Any]]:
-    """One row per kernel, in the order of the log. Properties of device functions that are not kernels are left out."""
+    """One row per kernel, in the order of the log. Device functions that are not kernels are ignored."""
     kernels: dict[str, dict[str, Any]] = {}
     current: dict[str, Any] | None = None  # the kernel being compiled
     properties_of = ""
@@ -36,7 +36,7 @@ def parse_kernels(log: str) -> list[dict[str, Any]]:
 
 
 def parse_messages(log: str) -> list[str]:
-    """ptxas's messages C7500 to C7599, each once, with file names but no folders."""
+    """The messages C7500 to C7599 of ptxas, each once, with file names but without folders."""
     lines = [without_folders(line.strip()) for line in log.splitlines() if CODE.search(line)]
     return list(dict.fromkeys(lines))
 

@@ -1,4 +1,4 @@
-"""CUDA toolkits on this machine, and how many compile jobs it can bear."""
+"""Finds the CUDA toolkits of this machine, and says how many compile jobs it can run at the same time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 PIP_TOOLKIT = "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*"
 GIB = 1 << 30
-MEMORY_PER_JOB = 3 * GIB  # the largest kernels stay under this in cicc and ptxas
+MEMORY_PER_JOB = 3 * GIB  # cicc and ptxas stay below this for the largest kernels
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A folder with bin/nvcc, and what its nvcc says of itself, such as "13.0.88"."""
+    """A folder with bin/nvcc, and the version of that nvcc, such as "13.0.88"."""
 
     home: Path
     version: str
@@ -50,7 +50,7 @@ def has_nvidia_driver() -> bool:
 
 
 def compile_jobs(num_files: int) -> int:
-    """FA3_JOBS or MAX_JOBS if set, else as many as cores, free memory and files allow."""
+    """FA3_JOBS or MAX_JOBS if set, otherwise as many as cores, free memory and files allow."""
     for variable in ("FA3_JOBS", "MAX_JOBS"):
         value = os.environ.get(variable, "")
         if value:
@@ -77,7 +77,7 @@ def _candidate_homes() -> Iterator[Path]:
 
 
 def _home_of(nvcc: str) -> Path | None:
-    """The toolkit folder as nvcc itself names it: nvcc on PATH may be a link, or a script that calls the real one."""
+    """The toolkit folder as nvcc itself reports it: nvcc on PATH may be a link, or a script that calls the real one."""
     try:
         dryrun = subprocess.run(
             [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
@@ -98,7 +98,7 @@ def _nvcc_version(nvcc: Path) -> str | None:
 
 
 def _free_memory_bytes() -> int:
-    """What the kernel calls available, or less where a control group (a container) sets a limit."""
+    """The memory that Linux calls available, or less if a control group (a container) sets a lower limit."""
     meminfo = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     free = int(meminfo[1]) * 1024 if meminfo else 4 * GIB
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
