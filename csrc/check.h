@@ -1,4 +1,4 @@
-// Checks that throw, for host code; the message says what was wrong.
+// Checks that throw, for host code; the message says what was wrong. No torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,3 +20,16 @@
                                         cudaGetErrorString(error) + ") at " + __FILE__ + ":" +              \
                                         std::to_string(__LINE__));                                          \
   } while (0)
+
+namespace fa3 {
+
+// The checks of one op. Each throws `<op>: <argument> must <rule>, got <value>`.
+struct ArgumentCheck {
+  char const* op;
+
+  void operator()(bool condition, char const* argument, std::string const& rule, std::string const& got) const {
+    FA3_CHECK(condition, std::string(op) + ": " + argument + " must " + rule + ", got " + got);
+  }
+};
+
+}  // namespace fa3

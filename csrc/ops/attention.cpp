@@ -23,8 +23,7 @@ struct Problem {
 Problem check_inputs(ArgumentCheck const& check, Tensor const& q, Tensor const& k, Tensor const& v,
                      double softmax_scale, bool fp8 = false, bool v_transposed = false) {
   if (fp8) {
-    check(q.scalar_type() == ScalarType::Float8_e4m3fn, "q", "be float8_e4m3fn",
-          "scalar type " + std::to_string(static_cast<int>(q.scalar_type())));
+    check(q.scalar_type() == ScalarType::Float8_e4m3fn, "q", "be float8_e4m3fn", dtype_of(q));
   }
   Dtype const dtype = fp8 ? Dtype::kFloat8E4M3 : check_16_bits(check, "q", q);
   auto const check_qkv = [&](char const* name, Tensor const& tensor) {

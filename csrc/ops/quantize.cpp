@@ -10,7 +10,8 @@
 namespace fa3 {
 namespace {
 
-Tensor aligned(Tensor const& tensor) {  // contiguous and, as vectors are read from it, 16-byte aligned
+// The tensor, or a copy of it if it is not contiguous or not 16-byte aligned, as the kernels' vector loads require.
+Tensor aligned(Tensor const& tensor) {
   if (tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0) {
     return tensor;
   }
@@ -19,7 +20,7 @@ Tensor aligned(Tensor const& tensor) {  // contiguous and, as vectors are read f
   return copy;
 }
 
-// Of both tables, which must be given together.
+// Checks the rotary tables. Both are given, or neither.
 void check_tables(ArgumentCheck const& check, Tensor const& x, std::optional<Tensor> const& cos,
                   std::optional<Tensor> const& sin) {
   check(cos.has_value() == sin.has_value(), "sin", "be given with cos, and only then",
@@ -28,8 +29,7 @@ void check_tables(ArgumentCheck const& check, Tensor const& x, std::optional<Ten
     return;
   }
   ScalarType const type = cos->scalar_type();
-  check(type == ScalarType::Float || type == x.scalar_type(), "cos", "be float32 or have x's dtype",
-        "scalar type " + std::to_string(static_cast<int>(type)));
+  check(type == ScalarType::Float || type == x.scalar_type(), "cos", "be float32 or have x's dtype", name_of(type));
   check_tensor(check, "cos", *cos, "x", x.get_device(), type);
   check(cos->dim() == 2 && cos->size(0) >= x.size(1), "cos",
         "have the shape (at least " + std::to_string(x.size(1)) + ", rotary_dim / 2)", shape_of(*cos));
@@ -37,8 +37,7 @@ void check_tables(ArgumentCheck const& check, Tensor const& x, std::optional<Ten
   check(rotary_dim >= 16 && rotary_dim <= x.size(3) && rotary_dim % 16 == 0, "cos",
         "have a rotary_dim that is a multiple of 16 from 16 to x's head_dim " + std::to_string(x.size(3)),
         std::to_string(rotary_dim));
-  check(sin->scalar_type() == type, "sin", "have cos's dtype",
-        "scalar type " + std::to_string(static_cast<int>(sin->scalar_type())));
+  check(sin->scalar_type() == type, "sin", "have cos's dtype " + name_of(type), dtype_of(*sin));
   check_tensor(check, "sin", *sin, "x", x.get_device(), type);
   check_shape(check, "sin", *sin, {cos->size(0), cos->size(1)}, "have cos's shape " + shape_of(*cos));
 }
@@ -82,13 +81,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
   Tensor descale = torch::stable::new_empty(x, {batch, num_heads, block_size == 0 ? 1 : num_blocks}, ScalarType::Float);
   Tensor mean = smooth ? torch::stable::new_empty(x, {batch, num_heads, head_dim}, ScalarType::Float)
                        : torch::stable::new_empty(x, {0}, ScalarType::Float);
-  if (x.numel() == 0) {  // of no rows the largest value is 0, and so is the mean
+  if (x.numel() == 0) {  // without rows the largest absolute value is 0, and so is the mean
     torch::stable::fill_(descale, 1);
     torch::stable::fill_(mean, 0);
     return {new_x8(columns), descale, mean};
   }
 
-  // The strides of rows that TMA writes are multiples of 16 bytes.
+  // TMA writes rows whose strides are multiples of 16 bytes. Other widths are copied from wider rows.
   int64_t const columns_for_tma = transpose ? columns : (columns + 15) / 16 * 16;
   Tensor x8 = new_x8(columns_for_tma);
   auto const scratch = [&](bool is_needed, int64_t per_head) {

@@ -1,5 +1,5 @@
-// What every op shares on the torch side: argument checks, device and stream. Only files of ops include it: torch's
-// headers, and only those of the stable ABI, so that one build serves every torch from 2.10 on.
+// What every op needs of torch: argument checks, device and stream. Only files of ops/ include torch's headers, and of
+// those only the stable ABI's, so that one build serves every torch from 2.10 on.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,22 +24,57 @@ namespace fa3 {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline std::string shape_of(Tensor const& tensor) {
+// --- Messages
+
+inline std::string name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
+inline std::string dtype_of(Tensor const& tensor) { return name_of(tensor.scalar_type()); }
+
+inline std::string shape_text(std::vector<int64_t> const& shape) {
   std::string text = "(";
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i ? ", " : "") + std::to_string(shape[i]);
   }
   return text + ")";
 }
 
-// The checks of one op, each of which throws `<op>: <argument> must <rule>, got <value>`.
-struct ArgumentCheck {
-  char const* op;
+inline std::vector<int64_t> sizes_of(Tensor const& tensor) {
+  auto const sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
 
-  void operator()(bool condition, char const* argument, std::string const& rule, std::string const& got) const {
-    FA3_CHECK(condition, std::string(op) + ": " + argument + " must " + rule + ", got " + got);
-  }
-};
+inline std::string shape_of(Tensor const& tensor) { return shape_text(sizes_of(tensor)); }
+
+// --- Device and stream
 
 struct DeviceProperties {
   int num_sms;
@@ -66,8 +101,26 @@ inline DeviceProperties const& device_properties(int device) {
   return cache[device];
 }
 
-// TMA reads contiguous vectors from 16-byte aligned addresses: a tensor whose base, or whose stride of a dimension
-// longer than 1, does not fit is copied. (Strides of 2^40 bytes and more are not addressable either.)
+// Makes a device and its context current while it lives. To encode a tensor map for TMA, the driver needs a current
+// context; unlike the runtime, the driver makes none current by itself. A thread of autograd's may have none yet.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) : guard_(device) { FA3_CHECK_CUDA(cudaSetDevice(device)); }
+
+ private:
+  torch::stable::accelerator::DeviceGuard const guard_;
+};
+
+inline cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// --- Tensors as the kernels take them
+
+// TMA reads contiguous vectors from 16-byte aligned addresses, and strides below 2^40 bytes. The stride of a dimension
+// of size 1 does not matter.
 inline bool tma_addressable(Tensor const& tensor) {
   if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0 || tensor.stride(3) != 1) {
     return false;
@@ -81,6 +134,7 @@ inline bool tma_addressable(Tensor const& tensor) {
   return true;
 }
 
+// The tensor, or a copy of it if TMA cannot address it.
 inline Tensor for_tma(Tensor const& tensor) {
   if (tma_addressable(tensor)) {
     return tensor;
@@ -90,38 +144,26 @@ inline Tensor for_tma(Tensor const& tensor) {
   return copy;
 }
 
-// Makes a device current while it lives, and its context too: TMA's tensor maps ask the driver, which, unlike the
-// runtime, makes none current by itself. A thread of autograd's may have none yet.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int device) : guard_(device) { FA3_CHECK_CUDA(cudaSetDevice(device)); }
-
- private:
-  torch::stable::accelerator::DeviceGuard const guard_;
-};
-
 inline TensorArg tensor_arg(Tensor const& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// `first` is the argument that the others must agree with.
+// --- Checks
+
+// `first` is the argument whose device and dtype the others must share.
 inline void check_tensor(ArgumentCheck const& check, char const* name, Tensor const& tensor, char const* first,
                          int device, ScalarType type) {
   check(tensor.is_cuda(), name, "be on a CUDA device", "a tensor elsewhere");
   check(tensor.get_device() == device, name, std::string("be on ") + first + "'s device " + std::to_string(device),
         "device " + std::to_string(tensor.get_device()));
   check(tensor.scalar_type() == type, name,
-        type == ScalarType::Float ? "be float32" : std::string("have ") + first + "'s dtype",
-        "scalar type " + std::to_string(static_cast<int>(tensor.scalar_type())));
+        type == ScalarType::Float ? "be float32" : std::string("have ") + first + "'s dtype " + name_of(type),
+        dtype_of(tensor));
 }
 
 inline void check_shape(ArgumentCheck const& check, char const* name, Tensor const& tensor,
                         std::vector<int64_t> const& shape, std::string const& rule) {
-  bool equal = tensor.dim() == static_cast<int64_t>(shape.size());
-  for (size_t i = 0; equal && i < shape.size(); ++i) {
-    equal = tensor.size(i) == shape[i];
-  }
-  check(equal, name, rule, shape_of(tensor));
+  check(sizes_of(tensor) == shape, name, rule, shape_of(tensor));
 }
 
 // What q, k, v and the like have in common.
@@ -138,8 +180,7 @@ inline void check_input(ArgumentCheck const& check, char const* name, Tensor con
 
 inline Dtype check_16_bits(ArgumentCheck const& check, char const* name, Tensor const& tensor) {
   ScalarType const type = tensor.scalar_type();
-  check(type == ScalarType::Half || type == ScalarType::BFloat16, name, "be float16 or bfloat16",
-        "scalar type " + std::to_string(static_cast<int>(type)));
+  check(type == ScalarType::Half || type == ScalarType::BFloat16, name, "be float16 or bfloat16", name_of(type));
   return type == ScalarType::Half ? Dtype::kFloat16 : Dtype::kBFloat16;
 }
 
@@ -153,12 +194,6 @@ inline void check_hopper(ArgumentCheck const& check, char const* name, int devic
   DeviceProperties const& properties = device_properties(device);
   check(properties.major == 9 && properties.minor == 0, name, "be on a Hopper GPU (compute capability 9.0)",
         std::to_string(properties.major) + "." + std::to_string(properties.minor));
-}
-
-inline cudaStream_t current_stream(int device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
 }
 
 }  // namespace fa3
