@@ -21,6 +21,7 @@
 #include <cutlass/fast_math.h>
 #include <cutlass/numeric_types.h>
 
+#include "common/fp8_format.h"
 #include "common/swizzle.h"
 #include "common/tma.cuh"
 #include "quantize/quantize.h"
@@ -133,6 +134,8 @@ struct Tile {
   int batch_idx;
   int head_idx;
   int bh;  // batch-head pair: batch_idx * num_heads + head_idx
+
+  CUTLASS_DEVICE TmaRows rows() const { return {.row_origin = 0, .wrap = 0, .outer = batch_idx}; }
 };
 
 // The tiles of a launch in order: all heads of all sequences, then the next block of rows. A CTA takes consecutive

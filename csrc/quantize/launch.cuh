@@ -15,25 +15,29 @@ namespace fa3::quantize {
 template <class Config>
 QuantizeKernelParams make_kernel_params(QuantizeParams const& params, int num_blocks) {
   using Element = typename Config::Element;
+  using E4m3 = cutlass::float_e4m3_t;
   QuantizeKernelParams kernel_params{params};
-  kernel_params.x_map = make_tensor_map<Element, 64>(params.x, params.head_dim, params.seqlen, params.num_heads,
-                                                     params.batch, Config::kRowsPerWarp);
+  kernel_params.x_map =
+      make_tensor_map<Element, 64>(params.x, params.head_dim, params.num_heads,
+                                   dense_rows<Element>(params.x, params.seqlen, params.batch), Config::kRowsPerWarp);
   if (params.rotary.dim > 0 && params.rotary.is_float) {
     int const half = params.rotary.dim / 2;
-    auto const table_map = [&](void const* table) {
-      return make_tensor_map<float, 32>({.data = const_cast<void*>(table), .row_stride = half}, half, params.seqlen, 1,
-                                        1, Config::kRowsPerWarp);
+    auto const table_map = [&](void const* data) {
+      TensorArg const table{.data = const_cast<void*>(data), .row_stride = half};
+      return make_tensor_map<float, 32>(table, half, 1, dense_rows<float>(table, params.seqlen, 1),
+                                        Config::kRowsPerWarp);
     };
     kernel_params.cos_map = table_map(params.rotary.cos);
     kernel_params.sin_map = table_map(params.rotary.sin);
   }
-  using E4m3 = cutlass::float_e4m3_t;
-  if (params.transpose) {
-    kernel_params.x8_map = make_tensor_map<E4m3, kFp8ScaleRows>(params.x8, num_blocks * kFp8ScaleRows, params.columns,
-                                                                params.num_heads, params.batch, kTransposedChannels);
+  if (params.transpose) {  // columns of x8 are rows of the map
+    kernel_params.x8_map = make_tensor_map<E4m3, kFp8ScaleRows>(
+        params.x8, num_blocks * kFp8ScaleRows, params.num_heads,
+        dense_rows<E4m3>(params.x8, params.columns, params.batch), kTransposedChannels);
   } else {
     kernel_params.x8_map = make_tensor_map<E4m3, Config::kX8SlabColumns>(
-        params.x8, params.columns, params.seqlen, params.num_heads, params.batch, Config::kRowsPerWarp);
+        params.x8, params.columns, params.num_heads, dense_rows<E4m3>(params.x8, params.seqlen, params.batch),
+        Config::kRowsPerWarp);
   }
   return kernel_params;
 }

@@ -5,12 +5,6 @@
 
 #include "params.h"
 
-namespace fa3 {
-
-constexpr int kFp8ScaleRows = 128;  // rows that share a scale; keys of a transposed V come in whole blocks of so many
-
-}  // namespace fa3
-
 namespace fa3::quantize {
 
 // Launch on the stream, for x of bfloat16 and of float16.

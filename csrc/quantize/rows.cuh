@@ -50,13 +50,14 @@ CUTLASS_DEVICE void issue_loads(QuantizeKernelParams const& params, Tile const& 
     full.arrive_and_expect_tx((loads_tables ? 3 : 1) * sizeof(smem.x));
     auto* barrier = reinterpret_cast<uint64_t*>(&full);
     load_tile<Config::kRowsPerWarp, Config::kWidth, 64>(params.x_map, barrier, CacheHint::EVICT_NORMAL,
-                                                        reinterpret_cast<Element*>(smem.x), first_row, tile.head_idx,
-                                                        tile.batch_idx);
+                                                        reinterpret_cast<Element*>(smem.x), tile.rows(), first_row,
+                                                        tile.head_idx);
     if (loads_tables) {
-      load_tile<Config::kRowsPerWarp, Config::kWidth / 2, 32>(params.cos_map, barrier, CacheHint::EVICT_NORMAL,
-                                                              reinterpret_cast<float*>(smem.cosines), first_row, 0, 0);
+      TmaRows const rows{.row_origin = 0, .wrap = 0, .outer = 0};
+      load_tile<Config::kRowsPerWarp, Config::kWidth / 2, 32>(
+          params.cos_map, barrier, CacheHint::EVICT_NORMAL, reinterpret_cast<float*>(smem.cosines), rows, first_row, 0);
       load_tile<Config::kRowsPerWarp, Config::kWidth / 2, 32>(params.sin_map, barrier, CacheHint::EVICT_NORMAL,
-                                                              reinterpret_cast<float*>(smem.sines), first_row, 0, 0);
+                                                              reinterpret_cast<float*>(smem.sines), rows, first_row, 0);
     }
   }
   if (needs_tables && !params.rotary.is_float) {

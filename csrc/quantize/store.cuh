@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm90.hpp>
 #include <cutlass/numeric_conversion.h>
 
-#include "fwd/fp8_layout.h"
+#include "common/fp8_format.h"
 #include "quantize/tile_walk.cuh"
 
 namespace fa3::quantize {
@@ -44,15 +44,15 @@ CUTLASS_DEVICE void store_rows(TileWalk<Config> const& tiles, ThreadRow<Config> 
   if (thread.lane_idx == 0) {
     CUTLASS_PRAGMA_UNROLL
     for (int column = 0; column < Config::kWidth; column += Config::kX8SlabColumns) {
-      cute::SM90_TMA_STORE_4D::copy(&tiles.params.x8_map, smem.x8 + column * Config::kRowsPerWarp, column,
-                                    tiles.first_row, tile.head_idx, tile.batch_idx);
+      store_box(tiles.params.x8_map, smem.x8 + column * Config::kRowsPerWarp, column, tile.rows(), tiles.first_row,
+                tile.head_idx);
     }
     cute::tma_store_arrive();
   }
 }
 
 // Writes a tile of x8 (batch, num_heads, columns, whole blocks of rows), with the rows permuted. Each warp writes the
-// lines of 16 columns. fwd/fp8_layout.h draws how the bytes move. V has no rotary embedding, so the buffers of the
+// lines of 16 columns. common/fp8_format.h draws how the bytes move. V has no rotary embedding, so the buffers of the
 // tables are free: that of the cosines takes the tile's rows, that of the sines the transposed lines.
 template <class Config>
 CUTLASS_DEVICE void store_transposed(TileWalk<Config> const& tiles, ThreadRow<Config> const& thread,
@@ -92,8 +92,7 @@ CUTLASS_DEVICE void store_transposed(TileWalk<Config> const& tiles, ThreadRow<Co
   __syncwarp();
   if (lane_idx == 0) {
     Tile const& tile = tiles.tile;
-    cute::SM90_TMA_STORE_4D::copy(&tiles.params.x8_map, own.sines, tile.block * kFp8ScaleRows, first_column,
-                                  tile.head_idx, tile.batch_idx);
+    store_box(tiles.params.x8_map, own.sines, tile.block * kFp8ScaleRows, tile.rows(), first_column, tile.head_idx);
     cute::tma_store_arrive();
   }
 }
