@@ -26,8 +26,6 @@ OPS = (
     "csrc/ops/attention.cpp",
     "csrc/ops/quantize.cpp",
     "csrc/ops/kernel_table.cpp",
-    "csrc/fwd/kernels.cpp",
-    "csrc/bwd/kernels.cpp",
     "csrc/quantize/quantize_bf16.cu",
     "csrc/quantize/quantize_fp16.cu",
 )
