@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import cases, report, runner, timing
 from fa3 import _library
-from fa3.fp8_portable import untranspose_v
+from fa3.fp8_format import untranspose_v
 
 ROUNDS = 7
 BLOCK = 128  # rows that share a scale

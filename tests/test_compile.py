@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 from cases import Case
+from model import Block, Calls, checkpointed_train_step, train_step
 from torch._dynamo.testing import CompileCounter
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
 from fa3 import ops
@@ -39,7 +37,7 @@ def _fresh_compiler():
 @pytest.mark.parametrize("case", CASES, **case_ids)
 def test_opcheck_forward(case, dtype):
     inputs = [x.detach().requires_grad_() for x in case.inputs(dtype, "cpu")]
-    torch.library.opcheck(ops.portable_fwd, (*inputs, 0.25, case.causal))
+    torch.library.opcheck(ops.portable_fwd, (*inputs, 0.25, *case.op_mask))
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
@@ -47,43 +45,21 @@ def test_opcheck_forward(case, dtype):
 def test_opcheck_backward(case, with_dlse):
     q, k, v = case.inputs(torch.bfloat16, "cpu")
     dout, dlse = case.output_grads(torch.bfloat16, "cpu")
-    out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
-    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, case.causal, True)
+    out, lse = ops.portable_fwd(q, k, v, 0.25, *case.op_mask)
+    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, *case.op_mask, True)
     torch.library.opcheck(ops.portable_bwd, arguments)
 
 
 @pytest.mark.parametrize("case", CASES, **case_ids)
 def test_fake_outputs_are_like_the_real_ones(case):
     q, k, v = case.inputs(torch.bfloat16, "cpu")
-    out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
+    out, lse = ops.portable_fwd(q, k, v, 0.25, *case.op_mask)
     dout, dlse = case.output_grads(torch.bfloat16, "cpu")
-    arguments = (dout, dlse, q, k, v, out, lse, 0.25, case.causal, False)
+    arguments = (dout, dlse, q, k, v, out, lse, 0.25, *case.op_mask, False)
     grads = ops.portable_bwd(*arguments)
-    fakes = ops._fake_forward(q, k, v, 0.25, case.causal) + ops._fake_backward(*arguments)
+    fakes = ops._fake_forward(q, k, v, 0.25, *case.op_mask) + ops._fake_backward(*arguments)
     for real, fake in zip((out, lse, *grads), fakes, strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
-
-
-class Block(torch.nn.Module):
-    """Attention as a model uses it: projections, a fused qkv, grouped heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(64, (4 + 2 * 2) * 16)
-        self.out = torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        attended, lse = fa3.flash_attn_func(q, k, v, causal=True, deterministic=True, return_lse=True)
-        return self.out(attended.flatten(2)) + lse.mean()
-
-
-def train_step(block: torch.nn.Module, x: torch.Tensor, call: Callable | None = None) -> list[torch.Tensor]:
-    """Loss and gradients of the block, or of another way to call it."""
-    block.zero_grad()
-    loss = (call or block)(x).square().mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in block.parameters())]
 
 
 def test_fullgraph_train_step():
@@ -170,28 +146,6 @@ def test_torchs_deterministic_switch_is_a_guard():
         finally:
             torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
-
-
-class Calls(TorchDispatchMode):
-    """How often each op of fa3 ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fa3":
-            self.count[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def checkpointed_train_step(block: torch.nn.Module, x: torch.Tensor, saves: bool) -> list[torch.Tensor]:
-    """train_step under activation checkpointing, with or without fa3.checkpoint_save_ops()."""
-    options = {}
-    if saves:
-        save_ops = fa3.checkpoint_save_ops()
-        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, save_ops)
-    return train_step(block, x, functools.partial(checkpoint.checkpoint, block, use_reentrant=False, **options))
 
 
 @pytest.mark.parametrize(("saves", "forwards"), [(False, 2), (True, 1)])

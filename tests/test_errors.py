@@ -195,13 +195,6 @@ def test_windows_that_hide_keys(window_size, causal):
     raises(NotImplementedError, message, window_size=window_size, causal=causal)
 
 
-def test_second_derivatives():
-    q, k, v = (x.requires_grad_() for x in tensors().values())
-    (dq,) = torch.autograd.grad(fa3.flash_attn_func(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="flash_attn_func: second derivatives are not implemented"):
-        dq.sum().backward()
-
-
 @pytest.mark.skipif(fa3.is_available(), reason="the Hopper kernels can run here")
 def test_cuda_without_kernels():
     """No fallback, and the message says why and what to do. (Fake tensors: there need be no GPU.)"""

@@ -401,7 +401,7 @@ def test_no_call_waits_for_the_gpu(gpu):
 @pytest.mark.parametrize("case", [*ONE_PER_KERNEL[:2], *STRIDED[:2], Case(seqlen_k=0)], **ids)
 def test_opcheck(case, gpu):
     inputs = [x.detach().requires_grad_() for x in case.inputs(torch.bfloat16, gpu)]
-    torch.library.opcheck(ops.fwd, (*inputs, 0.25, case.causal, True))
+    torch.library.opcheck(ops.fwd, (*inputs, 0.25, *case.op_mask, True))
 
 
 @pytest.mark.parametrize("causal", [False, True])

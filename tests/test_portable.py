@@ -13,7 +13,8 @@ from compare import check_close, check_results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
-from fa3 import portable
+from fa3.mask import Mask
+from fa3.portable import attention as portable
 
 FULL_DTYPES = (torch.float32, torch.float64)
 
@@ -65,7 +66,7 @@ def test_full_precision(case, dtype, device):
 @pytest.mark.parametrize("case", SQUARE[6:14] + RECTANGULAR[16:], **ids)
 def test_many_tiles(case, dtype, device, small_tiles, monkeypatch):
     """The tiled forward also where torch's CPU attention would be taken."""
-    monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+    monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     check_case(case, dtype, device)
 
 
@@ -134,27 +135,27 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def _run_directly(seqlen_q: int, seqlen_k: int, causal: bool) -> _Largest:
+def _run_directly(seqlen_q: int, seqlen_k: int, mask: Mask) -> _Largest:
     q = torch.randn(1, seqlen_q, 1, 8)
     k = torch.randn(1, seqlen_k, 1, 8)
     with _Largest() as largest:
-        out, lse = portable.tiled_forward(q, k, k, 1.0, causal)
-        portable.backward(out, lse, q, k, k, out, lse, 1.0, causal)
+        out, lse = portable.tiled_forward(q, k, k, 1.0, mask)
+        portable.backward(out, lse, q, k, k, out, lse, 1.0, mask.left, mask.right, mask.chunk)
     return largest
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear_in_seqlen(causal):
     seqlen = 4096
-    assert _run_directly(seqlen, seqlen, causal).numel <= max(portable._TILE_ELEMENTS["cpu"], seqlen * 8)
+    assert _run_directly(seqlen, seqlen, Mask.resolve(causal)).numel <= max(portable._TILE_ELEMENTS["cpu"], seqlen * 8)
     assert portable._TILE_ELEMENTS["cpu"] <= seqlen**2 // 32
 
 
 def test_hidden_tiles_are_skipped(small_tiles):
     """7 products per tile, forward and backward; causal visits 10 of 16 tiles, and none of queries without keys."""
-    assert _run_directly(64, 64, causal=False).products == 7 * 16
-    assert _run_directly(64, 64, causal=True).products == 7 * 10
-    assert _run_directly(64 + 160, 64, causal=True).products == 7 * 10
+    assert _run_directly(64, 64, Mask()).products == 7 * 16
+    assert _run_directly(64, 64, Mask(right=0)).products == 7 * 10
+    assert _run_directly(64 + 160, 64, Mask(right=0)).products == 7 * 10
 
 
 def test_rows_without_keys_ignore_their_gradient(device):
@@ -179,7 +180,7 @@ def test_rows_without_keys_ignore_their_gradient(device):
 def test_very_low_score_keeps_its_weight(tiled, causal, device, monkeypatch):
     """A key with a raw score of -524288, alone, has weight 1."""
     if tiled:
-        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     q = torch.full((1, 1, 1, 8), 256.0, dtype=torch.bfloat16, device=device)
     k, v = -q, torch.randn_like(q)
     assert (q.float() * k.float()).sum() == -524288
@@ -192,7 +193,7 @@ def test_very_low_score_keeps_its_weight(tiled, causal, device, monkeypatch):
 @pytest.mark.parametrize("magnitude", [1e2, 1e4, 3e8])
 def test_scores_of_any_size_stay_finite(magnitude, tiled, device, monkeypatch, small_tiles):
     if tiled:
-        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     case = Case(causal=True)
     q, k, v = case.inputs(torch.bfloat16, device)
     options = {"dout": torch.randn_like(q), "causal": True, "softmax_scale": 0.5}
@@ -211,7 +212,7 @@ def test_scores_of_any_size_stay_finite(magnitude, tiled, device, monkeypatch, s
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_propagates(where, tiled, device, monkeypatch):
     if tiled:
-        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     q, k, v = Case().inputs(torch.bfloat16, device)
     {"q": q, "k": k, "v": v}[where][0, 17, 1, 3] = math.nan
     got, expected = (reference.Results(*f(q, k, v)) for f in (fa3_with_lse, reference.attention))
@@ -260,11 +261,12 @@ def test_repeats_are_bit_equal(device):
 @pytest.mark.parametrize("dtype", HALF_DTYPES, **ids)
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_cpu_attention_meets_the_rule(dtype, causal):
-    """What portable.py relies on: out and lse of torch's fused CPU kernel, at a length of several of its blocks."""
+    """The portable path relies on torch's fused CPU kernel: its out and lse at a length of several of its blocks."""
     case = Case(batch=1, seqlen_q=1500, seqlen_k=1500, num_heads_q=4, head_dim=128, causal=causal)
     q, k, v = case.inputs(dtype, "cpu")
-    assert portable.sdpa_covers(q, k, causal)
-    got = reference.Results(*portable.forward(q, k, v, 128**-0.5, causal))
+    mask = Mask.resolve(causal)
+    assert portable.sdpa_covers(q, k, mask)
+    got = reference.Results(*portable.forward(q, k, v, 128**-0.5, mask.left, mask.right, mask.chunk))
     options = {"causal": causal}
     check_results(got, reference.truth(q, k, v, **options), reference.baseline(q, k, v, **options), rms=True)
     assert (got.lse - reference.truth(q, k, v, **options).lse).abs().max() < 2e-4

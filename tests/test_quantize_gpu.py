@@ -1,4 +1,4 @@
-"""The quantiser to e4m3 against float64, and against everything else that a call on a GPU promises."""
+"""The quantizer to e4m3 against float64, and against everything else that a call on a GPU promises."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from fa3 import _library
-from fa3.fp8_portable import transpose_v
+from fa3.fp8_format import FP8_SCALE_ROWS, transpose_v
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-BLOCK = 128  # rows that share a scale
+BLOCK = FP8_SCALE_ROWS  # rows that share a scale
 LARGEST = 448.0  # of e4m3
 HEAD_DIMS = (16, 64, 72, 96, 128, 192, 256)
 LENGTHS = (1, 127, 128, 129, 300)
@@ -241,7 +241,7 @@ def test_transform_of_single_columns(case):
     torch.testing.assert_close(descale, torch.full_like(descale, case.head_dim**-0.5 / LARGEST))
 
 
-def test_dequantised_values_are_near():
+def test_dequantized_values_are_near():
     arguments = Case(rotary_dim=128, smooth=True).arguments()
     x8, descale, mean = quantize(**arguments)
     y = x8.double() * descale.repeat_interleave(BLOCK, 2)[:, :, :300].transpose(1, 2)[..., None] + mean[:, None]
