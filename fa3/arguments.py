@@ -110,29 +110,29 @@ def _as_python(value: object) -> object:
 
 def as_bool(value: object, name: str, error: Callable[..., Exception]) -> bool:
     """Python's bool, of it or of numpy's."""
-    value = _as_python(value)
-    if not isinstance(value, bool):
+    flag = _as_python(value)
+    if not isinstance(flag, bool):
         remedy = f"; pass bool({name}), which waits for its device" if isinstance(value, Tensor) else ""
         raise error(TypeError, name, "be a bool", type(value).__name__, remedy)
-    return value
+    return flag
 
 
 def _softmax_scale(value: object, head_dim: int, error: Callable[..., Exception]) -> float:
-    value = _as_python(value)
     if value is None:
         return head_dim**-0.5
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    number = _as_python(value)
+    if not isinstance(number, numbers.Real) or isinstance(number, bool):
         remedy = ""
         if isinstance(value, Tensor):
             remedy = "; multiply q by it and pass 1.0, or pass float(softmax_scale), which waits for its device"
         raise error(TypeError, "softmax_scale", "be a float or None", type(value).__name__, remedy)
-    value = float(value)
-    if not 1e-37 <= value <= 1e38:
+    number = float(number)
+    if not 1e-37 <= number <= 1e38:
         remedy = "; leave it out for 1 / sqrt(head_dim)" + (
-            " (the fourth argument is softmax_scale: there is no dropout_p)" if value == 0 else ""
+            " (the fourth argument is softmax_scale: there is no dropout_p)" if number == 0 else ""
         )
-        raise error(ValueError, "softmax_scale", "be from 1e-37 to 1e38", value, remedy)
-    return value
+        raise error(ValueError, "softmax_scale", "be from 1e-37 to 1e38", number, remedy)
+    return number
 
 
 def _window(

@@ -171,6 +171,23 @@ STRIDED = _with_both_masks(
 
 CASES = tuple(SQUARE + RECTANGULAR + SIZES + EMPTY + STRIDED)
 
+# Windows and chunks, alone and together, at lengths around theirs; rows without keys where seqlen_q > seqlen_k.
+WINDOWED = [
+    Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=4, causal=causal, window_size=window, attention_chunk=chunk)
+    for seqlen_q, seqlen_k in ((129, 129), (65, 200), (200, 65), (1, 100), (5, 0))
+    for causal, window, chunk in (
+        (False, (0, 0), 0),
+        (False, (17, 5), 0),
+        (False, (-1, 30), 0),
+        (False, (64, -1), 0),
+        (True, (40, -1), 0),
+        (False, (-1, -1), 48),
+        (True, (-1, -1), 64),
+        (True, (20, -1), 33),
+        (False, (1000, 1000), 1000),
+    )
+]
+
 
 def draw(rng: random.Random, max_seqlen: int = 400) -> Case:
     """A case at random; every combination that it gives is one that flash_attn_func must compute."""

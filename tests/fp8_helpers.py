@@ -57,14 +57,14 @@ def all_dequantized(tensors: list[torch.Tensor], scales: dict[str, torch.Tensor]
     return [dequantize(x, descale) for x, descale in zip(tensors, scales.values(), strict=True)]
 
 
-def check_forward(out: torch.Tensor, lse: torch.Tensor, q, k, v, softmax_scale: float, causal: bool) -> None:
+def check_forward(out: torch.Tensor, lse: torch.Tensor, q, k, v, softmax_scale: float, causal: bool, **mask) -> None:
     """Within what rounding P to e4m3, and out, can cost at most; and on average what it should.
 
     q, k and v are exact. e4m3 has 3 fraction bits: P has a relative error up to 2^-4, and below 2^-14 of the largest
     (its subnormals are those below 2^-6, and P is scaled by 2^8) an absolute one up to 2^-18. So have P's sums, which
     divide out and make lse.
     """
-    options = {"softmax_scale": softmax_scale, "causal": causal}
+    options = {"softmax_scale": softmax_scale, "causal": causal, **mask}
     truth, true_lse = reference.attention(q, k, v, **options)
     lse_rounding = -math.log(1 - 2**-4 - 2**-18 * k.shape[1])
     torch.testing.assert_close(lse.double(), true_lse, rtol=2e-6, atol=2e-5 + lse_rounding)

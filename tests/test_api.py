@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import Case
@@ -123,6 +126,82 @@ def test_nothing_is_saved_without_gradients():
     assert len(saved) == 5  # q, k, v, out, lse
 
 
+def check_ordinary(*tensors: torch.Tensor) -> None:
+    """Results may be changed in place and detached, as those of any other op."""
+    for x in tensors:
+        assert not x._is_view()
+        assert x.is_contiguous()
+        x.mul_(2)
+        x.detach_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "case", [Case(), Case(causal=True, num_heads_q=4), Case(seqlen_k=200, causal=True), Case(1, 1, 5), Case(seqlen_k=0)]
+)
+def test_results_are_no_views(case, dtype):
+    inputs = [x.requires_grad_() for x in case.inputs(dtype, "cpu")]
+    out, lse = fa3.flash_attn_func(*inputs, causal=case.causal, return_lse=True)
+    dout, dlse = case.output_grads(out.dtype, "cpu")
+    check_ordinary(*torch.autograd.grad([out, lse], inputs, [dout, dlse.to(lse.dtype)]))
+    check_ordinary(out, lse)
+    check_ordinary(*fa3.flash_attn_func(*(x.detach() for x in inputs), causal=case.causal, return_lse=True))
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+def test_results_of_fp8_are_no_views(straight_through):
+    inputs = [x.requires_grad_() for x in Case(head_dim=40).inputs(torch.bfloat16, "cpu")]
+    options = {"smooth_k": True, "return_lse": True, "straight_through": straight_through}
+    check_ordinary(*fa3.flash_attn_fp8_func(*inputs, **options))
+    x = fa3.quantize_fp8(*inputs, smooth_k=True)
+    check_ordinary(x.q_descale, x.k_descale, x.v_descale, x.transform.k_mean)
+    assert not any(y._is_view() for y in (x.q, x.k, x.v))
+
+
+# --- numbers and flags of numpy's
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.array])
+def test_numpy_softmax_scale(kind):
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    scale = kind(0.25)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, scale), fa3.flash_attn_func(q, k, v, 0.25))
+    for function in (fa3.flash_attn_fp8_func, lambda *x, **options: fa3.validate_fp8(*x, **options).rmse):
+        assert torch.equal(function(q, k, v, softmax_scale=scale), function(q, k, v, softmax_scale=0.25))
+    as_a_model_writes_it = 1 / np.sqrt(q.shape[-1])
+    assert torch.equal(fa3.flash_attn_func(q, k, v, as_a_model_writes_it), fa3.flash_attn_func(q, k, v))
+    assert torch.equal(fa3.flash_attn_func(q, k, v, np.int64(2)), fa3.flash_attn_func(q, k, v, 2))
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.array])
+def test_numpy_flags(kind):
+    yes, no = kind(True), kind(False)
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    expected = fa3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, causal=yes, deterministic=no), expected)
+    assert len(fa3.flash_attn_func(q, k, v, return_lse=yes)) == 2
+    assert fa3.explain(q, k, v, causal=yes, v_transposed=no) == fa3.explain(q, k, v, causal=True)
+    options = {"incoherent": False, "smooth_k": True, "rotary_interleaved": False}
+    of_numpy = {name: kind(value) for name, value in options.items()}
+    expected = fa3.flash_attn_fp8_func(q, k, v, causal=True, **options)
+    got = fa3.flash_attn_fp8_func(q, k, v, causal=yes, return_lse=no, straight_through=no, **of_numpy)
+    assert torch.equal(got, expected)
+    x = fa3.quantize_fp8(q, k, v, v_transposed=yes)
+    assert x.v.shape == (2, 2, 64, 256)
+    scales = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
+    assert fa3.flash_attn_func(x.q, x.k, x.v, **scales, v_transposed=yes).shape == q.shape
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.array])
+def test_numpy_integers(kind):
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    got = fa3.flash_attn_func(q, k, v, window_size=(kind(-1), kind(0)), attention_chunk=kind(0), num_splits=kind(1))
+    assert torch.equal(got, fa3.flash_attn_func(q, k, v, causal=True))
+    x, expected = fa3.quantize_fp8(q, k, v, seed=kind(3), block_size=kind(128)), fa3.quantize_fp8(q, k, v, seed=3)
+    assert torch.equal(x.q.float(), expected.q.float())
+    assert type(x.transform.seed) is int
+
+
 class _Deterministic(TorchDispatchMode):
     """The last argument of each op of fa3 that ran; torch leaves out what equals its default, False."""
 
@@ -170,6 +249,31 @@ def test_backend_nests_and_restores():
                 raise KeyError
             assert current_backend() == "hopper"
         assert current_backend() == "portable"
+    assert current_backend() == "auto"
+
+
+def test_backend_blocks_that_overlap():
+    """Each takes back its own choice, and finds it among equal ones: in every order of leaving, as threads have it."""
+    names = ("portable", "hopper", "portable")
+    for order in itertools.permutations(range(3)):
+        blocks = [fa3.backend(name) for name in names]
+        for block in blocks:
+            block.__enter__()
+        left = list(range(3))
+        for leaving in order:
+            blocks[leaving].__exit__(None, None, None)
+            left.remove(leaving)
+            assert current_backend() == (names[left[-1]] if left else "auto")
+
+
+def test_backend_blocks_of_many_threads():
+    def enter_and_leave(name: str) -> None:
+        for _ in range(2000):
+            with fa3.backend(name):
+                current_backend()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(enter_and_leave, ["portable", "hopper"] * 4))
     assert current_backend() == "auto"
 
 

@@ -6,9 +6,10 @@ import functools
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
-from cases import Case
+from cases import Case, fa3_with_lse
 from model import Block, Calls, checkpointed_train_step, train_step
 from torch._dynamo.testing import CompileCounter
 from torch.utils import checkpoint
@@ -127,6 +128,84 @@ def test_other_lengths_do_not_recompile(causal, needs_grad):
         if needs_grad:
             out.sum().backward()
     assert counter.frame_count <= 2
+
+
+@pytest.fixture
+def unknown_lengths():
+    """The compiler takes numbers out of tensors, and the sizes of boolean indexing, as unknowns of one graph."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+UNKNOWN_LENGTHS = {
+    "one": lambda q, k, v, n, m, mask: (q[:, :n], k[:, :n], v[:, :n]),
+    "two": lambda q, k, v, n, m, mask: (q[:, :n], k[:, :m], v[:, :m]),
+    "of q": lambda q, k, v, n, m, mask: (q[:, :n], k, v),
+    "of k and v": lambda q, k, v, n, m, mask: (q, k[:, :n], v[:, :n]),
+    "boolean mask": lambda q, k, v, n, m, mask: (q[:, mask], k[:, mask], v[:, mask]),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", UNKNOWN_LENGTHS)
+def test_lengths_that_the_compiler_does_not_know(lengths, causal, needs_grad, unknown_lengths):
+    q, k, v = Case(seqlen_q=20, seqlen_k=20, num_heads_q=4, head_dim=16).inputs(torch.float32, "cpu")
+    q.requires_grad_(needs_grad)
+
+    def function(q, k, v, n, m, mask):
+        return fa3.flash_attn_func(*UNKNOWN_LENGTHS[lengths](q, k, v, n.item(), m.item(), mask), causal=causal)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for n, m in ((7, 9), (12, 5), (20, 20)):
+        arguments = (torch.tensor(n), torch.tensor(m), torch.arange(20) < n)
+        got, expected = compiled(q, k, v, *arguments), function(q, k, v, *arguments)
+        torch.testing.assert_close(got, expected)
+        if needs_grad:
+            (dq,), (expected_dq,) = (torch.autograd.grad(x.sum(), q) for x in (got, expected))
+            torch.testing.assert_close(dq, expected_dq)
+
+
+NUMPY_OPTIONS = {
+    "causal": lambda q, x: {"causal": np.bool_(x > 1)},
+    "float16": lambda q, x: {"softmax_scale": np.float16(x)},
+    "float32": lambda q, x: {"softmax_scale": np.float32(x)},
+    "float64": lambda q, x: {"softmax_scale": np.float64(x)},
+    "array": lambda q, x: {"softmax_scale": np.array(x)},
+    "window": lambda q, x: {"window_size": (np.int64(-1), np.int64(0 if x > 1 else -1))},
+}
+
+
+@pytest.mark.parametrize("option", NUMPY_OPTIONS)
+def test_numpy_numbers_and_flags(option):
+    """As arguments, which the compiler may leave to eager mode; other values are not taken for the first ones."""
+    q, k, v = Case(seqlen_q=9, seqlen_k=9, head_dim=8).inputs(torch.float32, "cpu")
+    compiled = torch.compile(fa3.flash_attn_func, backend="aot_eager")
+    for x in (0.5, 2.0, 0.25):
+        options = NUMPY_OPTIONS[option](q, x)
+        torch.testing.assert_close(compiled(q, k, v, **options), fa3.flash_attn_func(q, k, v, **options))
+
+
+@pytest.mark.parametrize("function", [fa3.flash_attn_func, fa3.flash_attn_fp8_func])
+def test_numpy_scale_in_one_graph(function):
+    def attend(q, k, v):
+        return function(q, k, v, softmax_scale=1 / np.sqrt(q.shape[-1]))
+
+    q, k, v = Case(seqlen_q=9, seqlen_k=9).inputs(torch.float32, "cpu")
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", [Case(), Case(num_heads_q=4, seqlen_k=200, causal=True)], **case_ids)
+def test_results_are_no_views(case, backend):
+    inputs = [x.requires_grad_() for x in case.inputs(torch.bfloat16, "cpu")]
+    compiled = torch.compile(functools.partial(fa3_with_lse, causal=case.causal), fullgraph=True, backend=backend)
+    out, lse = compiled(*inputs)
+    for x in (*torch.autograd.grad(out.float().sum() + lse.sum(), inputs), out, lse):
+        assert not x._is_view()
+        x.mul_(2)
+        x.detach_()
 
 
 def test_torchs_deterministic_switch_is_a_guard():

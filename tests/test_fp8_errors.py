@@ -114,6 +114,20 @@ def test_options_of_the_quantizer(function, kind, message, options):
     raises(kind, message, function, **dict(zip("qkv", Case().inputs(torch.bfloat16, "cpu"), strict=True)), **options)
 
 
+def test_unknown_options():
+    """The error names the function that was called."""
+    arguments = dict(zip("qkv", Case().inputs(torch.bfloat16, "cpu"), strict=True))
+    for function in (fa3.quantize_fp8, fa3.flash_attn_fp8_func, fa3.validate_fp8):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'smooth'"):
+            function(**arguments, smooth=True)
+
+
+def test_errors_name_the_function_that_was_called():
+    arguments = dict(zip("qkv", Case().inputs(torch.bfloat16, "cpu"), strict=True))
+    raises(TypeError, "causal must be a bool, got int", fa3.flash_attn_fp8_func, **arguments, causal=1)
+    raises(ValueError, "softmax_scale must be from", fa3.flash_attn_fp8_func, **arguments, softmax_scale=0.0)
+
+
 def test_layout_of_v_is_an_option_of_the_quantizer_alone():
     arguments = dict(zip("qkv", Case().inputs(torch.bfloat16, "cpu"), strict=True))
     raises(TypeError, "v_transposed must be a bool, got NoneType", fa3.quantize_fp8, **arguments, v_transposed=None)

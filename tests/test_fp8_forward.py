@@ -7,10 +7,11 @@ import math
 import pytest
 import reference
 import torch
-from cases import ids
+from cases import WINDOWED, ids
 from fp8_helpers import Fp8Case, all_dequantized, check_forward
 
 import fa3
+from fa3 import ops
 from fa3.fp8_format import E4M3, FP8_SCALE_ROWS
 from fa3.portable import fp8 as simulation
 
@@ -39,6 +40,15 @@ def test_forward(case):
     assert (out.dtype, out.shape, out.is_contiguous()) == (torch.bfloat16, case.q_shape, True)
     assert (lse.dtype, lse.is_contiguous()) == (torch.float32, True)
     check_forward(out, lse, *all_dequantized(tensors, scales), 0.1, case.causal)
+
+
+@pytest.mark.parametrize("case", WINDOWED, **ids)
+def test_windows_and_chunks(case):
+    """By the op, which offers more masks than the public function."""
+    case = Fp8Case(**vars(case))
+    tensors, scales = case.fp8_inputs()
+    out, lse = ops.portable_fwd_fp8(*tensors, *scales.values(), 0.1, *case.op_mask, False)
+    check_forward(out, lse, *all_dequantized(tensors, scales), 0.1, **case.mask_options)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -8,11 +8,25 @@ import random
 import pytest
 import reference
 import torch
-from cases import CASES, HALF_DTYPES, RECTANGULAR, SQUARE, STRIDED, Case, draw, fa3_with_lse, ids
+from cases import (
+    CASES,
+    CAUSAL,
+    FULL,
+    HALF_DTYPES,
+    RECTANGULAR,
+    SQUARE,
+    STRIDED,
+    WINDOWED,
+    Case,
+    draw,
+    fa3_with_lse,
+    ids,
+)
 from compare import check_close, check_results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
+from fa3 import ops
 from fa3.mask import Mask
 from fa3.portable import attention as portable
 
@@ -68,6 +82,41 @@ def test_many_tiles(case, dtype, device, small_tiles, monkeypatch):
     """The tiled forward also where torch's CPU attention would be taken."""
     monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     check_case(case, dtype, device)
+
+
+def attend_by_op(q, k, v, causal, window_size, attention_chunk):
+    """The op, which offers more masks than the public function."""
+    mask = Mask.resolve(causal, window_size, attention_chunk)
+    return ops.portable_fwd(q, k, v, q.shape[3] ** -0.5, mask.left, mask.right, mask.chunk)
+
+
+@pytest.mark.parametrize("tiles", ["large", "small"])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), **ids)
+@pytest.mark.parametrize("case", WINDOWED, **ids)
+def test_windows_and_chunks(case, dtype, tiles, device, request):
+    if tiles == "small":
+        request.getfixturevalue("small_tiles")
+    q, k, v = case.inputs(dtype, device)
+    dout, dlse = case.output_grads(dtype, device)
+    options = {**case.mask_options, "dout": dout, "dlse": dlse}
+    got = reference.run(attend_by_op, q, k, v, **options)
+    truth, baseline = (f(q, k, v, **options) for f in (reference.truth, reference.baseline))
+    check_results(got, truth, baseline, rms=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "same"),
+    [
+        ((299, 128, 0), FULL),  # the last query reaches back to key 0, the first one forward to the last key
+        ((-1, -1, 300), FULL),
+        ((1000, 0, 2**40), CAUSAL),
+        ((299, 0, 0), CAUSAL),
+    ],
+)
+def test_limits_that_hide_nothing_change_no_bit(mask, same):
+    q, k, v = Case(seqlen_k=300).inputs(torch.bfloat16, "cpu")
+    for got, expected in zip(*(ops.portable_fwd(q, k, v, 0.125, *m) for m in (mask, same)), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("softmax_scale", [1e-3, 1.0, 3])
@@ -206,6 +255,20 @@ def test_scores_of_any_size_stay_finite(magnitude, tiled, device, monkeypatch, s
         torch.testing.assert_close(got.lse.double(), truth.lse, rtol=1e-5, atol=0)
         baseline = reference.baseline(q, sign * k, v, **options)
         check_close("out", got.out, truth.out, baseline.out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("others", [0.03, 0.1, 1.0])
+@pytest.mark.parametrize("score", [1e4, 2.4e5, 1e6])
+def test_error_where_keys_share_a_large_channel(score, others, causal):
+    """All scaled scores of a row are near `score`; the other channels, of this size, tell the keys apart."""
+    q, k, v = Case(seqlen_q=300, seqlen_k=300, num_heads_q=4).inputs(torch.float32, "cpu")
+    q, k = others * q, others * k
+    q[..., 3] = k[..., 3] = (8 * score) ** 0.5
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    options = {"causal": causal, "dout": torch.randn_like(q), "dlse": torch.randn(2, 4, 300)}
+    got = reference.run(fa3_with_lse, q, k, v, **options)
+    check_results(got, reference.truth(q, k, v, **options), reference.baseline(q, k, v, **options), rms=True)
 
 
 @pytest.mark.parametrize("tiled", [False, True])
