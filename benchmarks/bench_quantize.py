@@ -1,4 +1,4 @@
-"""GB/s of the quantiser to e4m3 (fa3::quantize_fp8), for rotary embedding alone and with all that it can do besides.
+"""GB/s of the quantizer to e4m3 (fa3::quantize_fp8), for rotary embedding alone and with all that it can do besides.
 
 From the repository root, on a GPU:
 

@@ -158,25 +158,24 @@ def _register_autograd(op: torch._ops.OpOverload, function: str, save: Callable,
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, keyset, *inputs):
-            output = run(keyset, inputs)
-            ctx.set_materialize_grads(False)  # a missing gradient of lse costs nothing
-            save(ctx, inputs, output)
-            return output
+    def forward_and_save(ctx, keyset, *inputs):
+        output = run(keyset, inputs)
+        ctx.set_materialize_grads(False)  # a missing gradient of lse costs nothing
+        save(ctx, inputs, output)
+        return output
 
-        @staticmethod
-        def backward(ctx, *output_grads):
-            grads = backward(ctx, *output_grads)
-            return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - len(grads))
+    def backward_of_all(ctx, *output_grads):
+        grads = backward(ctx, *output_grads)
+        return None, *grads, *(None,) * (len(ctx.needs_input_grad) - 1 - len(grads))
 
-    Differentiable.__name__ = op._schema.name.partition("::")[2]
+    # The name is part of grad_fn's.
+    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward_of_all)}
+    differentiable = type(f"fa3_{op._opname}", (torch.autograd.Function,), methods)
 
     def autograd_kernel(keyset, *inputs):
         refuse_forward_mode(function, *inputs)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return Differentiable.apply(keyset, *inputs)
+            return differentiable.apply(keyset, *inputs)
         return run(keyset, inputs)
 
     _definitions.impl(op, autograd_kernel, "Autograd", with_keyset=True)

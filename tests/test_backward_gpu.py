@@ -526,7 +526,7 @@ def test_another_device_than_the_current_one(gpu):
 
 
 def test_no_call_waits_for_the_gpu():
-    """Asked of CUDA: it raises where a call of torch's synchronises."""
+    """Asked of CUDA: it raises where a call of torch's synchronizes."""
     q, k, v, dout, dlse = all_inputs(Case(layout="unaligned"))
     inputs = q, k, v, ANY_STRIDES["reversed_dimensions"](dout), dlse
     backward(*inputs)
@@ -639,7 +639,7 @@ def cases(draw) -> Case:
     softmax_scale=st.sampled_from([None, 0.05, 1.0]),
 )
 @settings(max_examples=40, derandomize=True, deadline=None)
-def test_randomised(case, dtype, deterministic, softmax_scale):
+def test_randomized(case, dtype, deterministic, softmax_scale):
     torch.manual_seed(0)
     check_case(case, dtype, deterministic, softmax_scale=softmax_scale)
 

@@ -124,7 +124,7 @@ def test_softmax_scale(softmax_scale, device):
     check_case(Case(causal=True, seqlen_k=200), torch.bfloat16, device, softmax_scale=softmax_scale)
 
 
-def test_randomised(seed, device):
+def test_randomized(seed, device):
     rng = random.Random(seed)
     for _ in range(20):
         case, dtype = draw(rng, max_seqlen=250), rng.choice(HALF_DTYPES)
@@ -258,15 +258,15 @@ def test_scores_of_any_size_stay_finite(magnitude, tiled, device, monkeypatch, s
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("others", [0.03, 0.1, 1.0])
-@pytest.mark.parametrize("score", [1e4, 2.4e5, 1e6])
+@pytest.mark.parametrize("others", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize("score", [1e4, 2.4e5, 7e5, 1e6])
 def test_error_where_keys_share_a_large_channel(score, others, causal):
     """All scaled scores of a row are near `score`; the other channels, of this size, tell the keys apart."""
-    q, k, v = Case(seqlen_q=300, seqlen_k=300, num_heads_q=4).inputs(torch.float32, "cpu")
+    q, k, v = Case(1, 300, 300).inputs(torch.float32, "cpu")
     q, k = others * q, others * k
     q[..., 3] = k[..., 3] = (8 * score) ** 0.5
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    options = {"causal": causal, "dout": torch.randn_like(q), "dlse": torch.randn(2, 4, 300)}
+    options = {"causal": causal, "dout": torch.randn_like(q), "dlse": torch.randn(1, 2, 300)}
     got = reference.run(fa3_with_lse, q, k, v, **options)
     check_results(got, reference.truth(q, k, v, **options), reference.baseline(q, k, v, **options), rms=True)
 

@@ -178,7 +178,7 @@ def reference(
 
 
 def ordinal(x8: Tensor) -> Tensor:
-    """Numbers that are one apart for neighbouring values of e4m3; 0 for both zeros."""
+    """Numbers that are one apart for neighboring values of e4m3; 0 for both zeros."""
     code = x8.view(torch.uint8).int()
     return torch.where(code < 128, code, 128 - code)
 
@@ -499,7 +499,7 @@ def test_another_device_than_the_current_one(gpu):
 
 
 def test_no_call_waits_for_the_gpu():
-    """Asked of CUDA: it raises where a call of torch's synchronises."""
+    """Asked of CUDA: it raises where a call of torch's synchronizes."""
     arguments = [case.arguments() for case in EVERYTHING]
     for each in arguments:
         quantize(**each)

@@ -26,7 +26,7 @@ _TILE_ELEMENTS = 1 << 21
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of x (b, s, h, d), at the dtype of x: row i is turned by the angles of cos[i] and sin[i].
 
-    cos, sin (>= s, rotary_dim / 2). The pairs that turn are neighbours (interleaved) or the two halves of the first
+    cos, sin (>= s, rotary_dim / 2). The pairs that turn are neighbors (interleaved) or the two halves of the first
     rotary_dim channels; the other channels stay. -sin turns back.
     """
     num_pairs = cos.shape[1]
