@@ -23,6 +23,7 @@ from fa3.mask import UNLIMITED, Mask
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _PORTABLE_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
 _QUANTIZER_DTYPES = (*_HALF_DTYPES, torch.float32)
+_OFFERED_MASKS = (Mask(), Mask(right=0))
 
 
 @dataclass(frozen=True)
@@ -82,22 +83,14 @@ def check_call(
         raise error(NotImplementedError, "sm_margin", "be 0", sm_margin)
     mask = Mask.resolve(causal, _window(window_size, error), attention_chunk)
     # Lengths are compared with the window only where it has a limit: a compiler may not know them.
-    if mask not in (Mask(), Mask(right=0)) and mask.simplified(q.shape[1], k.shape[1]) not in (Mask(), Mask(right=0)):
+    if mask not in _OFFERED_MASKS and mask.simplified(q.shape[1], k.shape[1]) not in _OFFERED_MASKS:
         rule = "be unlimited, as (-1, -1), or causal, as (-1, 0)"
         raise error(NotImplementedError, "window_size", rule, window_size)
-    scaled = _check_fp8(q, k, descales, out_dtype, error)
-    return Call(
-        function,
-        q,
-        k,
-        v,
-        softmax_scale,
-        mask,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-        scaled,
-        (out_dtype or torch.bfloat16) if q.dtype == E4M3 else q.dtype,
-        v_transposed,
-    )
+    checked_descales = _check_fp8(q, k, descales, out_dtype, error)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return Call(function, q, k, v, softmax_scale, mask, deterministic, checked_descales, out_dtype, v_transposed)
 
 
 # --- numbers and flags

@@ -224,7 +224,7 @@ def flash_attn_fp8_func(
     options = QuantizeOptions(block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k)
     options = check_quantizer_options(function, q, k, options)
     attend_fp8 = _StraightThrough.apply if straight_through else _attend_fp8
-    exact_lse = return_lse and smooth_k
+    exact_lse = return_lse and options.smooth_k
     out, lse = attend_fp8(q, k, v, call.softmax_scale, call.mask, call.deterministic, options, exact_lse)
     return (out, lse) if return_lse else out
 

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,9 @@ UPSTREAM = {
 }
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+def run_python(code: str, *, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
 
 
 def test_signature_is_upstreams():
@@ -294,6 +296,46 @@ def test_availability():
     reason = fa3.unavailable_reason()
     assert fa3.is_available() is (reason is None)
     assert reason is None or len(reason) > 10
+
+
+# --- the ops of the compiled library
+
+
+def test_ops_are_defined_where_the_library_is_loaded(tmp_path):
+    """Their schemas, shapes and derivatives come from Python: here beside a library that implements none of them."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    package = shutil.copytree(Path(fa3.__file__).parent, tmp_path / "fa3", ignore=shutil.ignore_patterns("*.so"))
+    (tmp_path / "empty.c").write_text("int fa3_nothing;\n")
+    subprocess.run([compiler, "-shared", "-fPIC", tmp_path / "empty.c", "-o", package / "_C.abi3.so"], check=True)
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+import fa3
+from fa3 import _backend, ops
+
+_backend._hopper_refusal = lambda device_index: None
+for name in ("fwd", "bwd", "fwd_fp8", "quantize_fp8"):
+    op, twin = getattr(ops, name), getattr(ops, f"portable_{name}")
+    assert str(op._schema).replace("fa3::", "fa3::portable_") == str(twin._schema), op._schema
+with FakeTensorMode():
+    q, k, v = (torch.empty(2, n, 2, 64, dtype=torch.bfloat16, device="cuda:0", requires_grad=True) for n in (5, 7, 7))
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert out.requires_grad and lse.requires_grad
+    grads = ops.bwd(out, lse, q, k, v, out, lse, 0.125, -1, 0, 0, False)
+    print(tuple(out.shape), tuple(lse.shape), *(tuple(x.shape) for x in grads))
+    (q8, q_descale, _), (k8, k_descale, _) = (ops.quantize_fp8(x, *[None] * 3, False, False, 128) for x in (q, k))
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": k_descale}
+    print(tuple(fa3.flash_attn_func(q8, k8, k8, **scales).shape))
+print(fa3.checkpoint_save_ops() == [ops.portable_fwd, ops.fwd, ops.portable_fwd_fp8, ops.fwd_fp8])
+"""
+    result = run_python(code, folder=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert result.stdout.splitlines() == [
+        "(2, 5, 2, 64) (2, 2, 5) (2, 5, 2, 64) (2, 7, 2, 64) (2, 7, 2, 64)",
+        "(2, 5, 2, 64)",
+        "True",
+    ], result.stderr
 
 
 # --- explain
