@@ -102,9 +102,9 @@ def flash_attn_func(
         hides may reach rows that share a block of keys with it (0 x NaN), as in a matrix product with P; so may NaN in
         q or in the gradient of out reach dk and dv of hidden keys, and NaN in k reach dq.
 
-    Errors: out, lse and gradients are as near to the exact ones as twice the error of plain PyTorch at the same dtype,
-    for scaled scores up to about 1e6. Beyond, lse in float32 has no digits left for the logarithm of a sum; results
-    stay finite as long as the scores are.
+    Accuracy: in bfloat16 and float16 the errors of out, lse and the gradients are at most twice those of plain PyTorch
+    at the same dtype, for scaled scores up to about 1e6. Beyond, lse in float32 has no digits left for the logarithm of
+    a sum. Results are finite where the scaled scores are.
 
     Memory: nothing grows with seqlen_q x seqlen_k. For the backward, q, k, v, out and lse are kept. On the Hopper
     kernels it needs, while it runs, a float32 accumulator of dq, batch x num_heads_q x seqlen_q x head_dim with

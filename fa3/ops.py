@@ -3,6 +3,7 @@
     fwd, bwd                    attention on the Hopper kernels
     fwd_fp8, quantize_fp8       the same for FP8 (e4m3), without a backward
     portable_<any of these>     plain PyTorch, any device, with the same schema
+    no_gradient                 raises where a gradient through FP8 is asked for
 
 The first four are defined where the compiled library is loaded, which holds their CUDA implementations alone. All are
 functional: outputs are new tensors. Shapes: q and out (b, sq, h, d), k and v (b, sk, hk, d), lse (b, h, sq).

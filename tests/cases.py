@@ -50,10 +50,11 @@ class Case:
     def name(self) -> str:
         """The id of the test, such as b2-sq129-sk300-h4-hk1-d64-causal."""
         sizes = f"b{self.batch}-sq{self.seqlen_q}-sk{self.seqlen_k}-h{self.num_heads_q}-hk{self.num_heads_kv}"
-        mask = "causal" if self.causal else "full" if self.window_size == (-1, -1) else ""
+        mask = "causal" if self.causal else "full"
         if self.window_size != (-1, -1):
-            mask += "w{}_{}".format(*self.window_size)
-        mask += f"chunk{self.attention_chunk}" if self.attention_chunk else ""
+            mask += "-window{}_{}".format(*self.window_size)
+        if self.attention_chunk:
+            mask += f"-chunk{self.attention_chunk}"
         return f"{sizes}-d{self.head_dim}-{mask}" + (f"-{self.layout}" if self.layout != "contiguous" else "")
 
     @property
