@@ -5,7 +5,7 @@ python -m benchmarks.bench_fp8
 fa3               FP8, one scale for each 128 rows of q, k and v; tensors and scales are there
 fa3-transposed-v  the same, v as quantize_fp8 writes it with v_transposed, so that the kernel need not transpose it
 fa3-bf16          the same values in bf16
-fa3-from-bf16     fa3.flash_attn_fp8_func: bf16 in, quantised with incoherent processing, and attended
+fa3-from-bf16     fa3.flash_attn_fp8_func: bf16 in, quantized with incoherent processing, and attended
 fa3-fwd           PyPI package fa3-fwd, upstream's FlashAttention-3, FP8 with one scale per batch and head
 """
 
@@ -69,7 +69,7 @@ def scales_of(x: fa3.Fp8Inputs) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    results, _, ours_failed = runner.start(args, "float64, of the values before quantisation")
+    results, _, ours_failed = runner.start(args, "float64, of the values before quantization")
     attend_upstream = upstream()
     names = [OURS, OURS_TRANSPOSED_V, OURS_BF16, OURS_FROM_BF16]
     results["providers"] = dict.fromkeys(names, fa3.__version__)

@@ -1,4 +1,4 @@
-"""GB/s of the quantiser to e4m3 (fa3::quantize_fp8), for rotary embedding alone and with all that it can do besides.
+"""GB/s of the quantizer to e4m3 (fa3::quantize_fp8), for rotary embedding alone and with all that it can do besides.
 
 From the repository root, on a GPU:
 
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import cases, report, runner, timing
 from fa3 import _library
-from fa3.fp8_portable import untranspose_v
+from fa3.fp8_format import untranspose_v
 
 ROUNDS = 7
 BLOCK = 128  # rows that share a scale

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fa3.ops import visible_pairs
+from fa3.mask import Mask
 
 TOTAL_TOKENS = 16384  # batch * seqlen
 HIDDEN_SIZE = 2048  # heads * head_dim
@@ -41,7 +41,7 @@ class Case:
         return max(1, HIDDEN_SIZE // self.head_dim)
 
     def flops(self, pass_name: str) -> int:
-        pairs = visible_pairs(self.seqlen, self.seqlen, self.causal)
+        pairs = Mask.resolve(self.causal).visible_pairs(self.seqlen, self.seqlen)
         forward = forward_flops(self.batch, self.heads, pairs, self.head_dim, self.head_dim)
         return round(forward * FLOPS_OVER_FORWARD[pass_name])
 

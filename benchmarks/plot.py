@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.report import mask_name
 
-# Okabe and Ito's palette, told apart by colour-blind readers.
+# Okabe and Ito's palette, told apart by color-blind readers.
 COLORS = {
     "fa3": "#d55e00",
     "fa3-deterministic": "#e69f00",

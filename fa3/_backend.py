@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-from fa3 import _library
+from fa3 import _library, ops
+from fa3.fp8_format import E4M3
 
 BACKENDS = ("auto", "portable", "hopper")
 
@@ -20,8 +22,16 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-# A module's variable and no ContextVar: torch.compile follows it in every torch from 2.11 on.
-_choice = _checked(os.environ.get("FA3_BACKEND", "auto"), "FA3_BACKEND")
+class _Choice:
+    """A block that chooses a backend. Objects and not names: a block finds its own choice among equal ones."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+# The last choice holds. Blocks add and remove theirs, each in one step that no other thread interrupts. (A list of the
+# module and no ContextVar: torch.compile follows it in every torch from 2.11 on.)
+_choices = [_Choice(_checked(os.environ.get("FA3_BACKEND", "auto"), "FA3_BACKEND"))]
 
 
 @contextmanager
@@ -32,33 +42,46 @@ def backend(name: str) -> Iterator[None]:
         name: "auto", the default: CPU tensors take the portable path, CUDA tensors the Hopper kernels. "portable":
             plain PyTorch, on any device. "hopper": the Hopper kernels; what they cannot run raises, CPU tensors too.
 
-    Blocks nest, the inner one wins, and on leaving the outer choice is back. The choice holds for the whole process,
-    other threads too. The environment variable FA3_BACKEND, read when fa3 is imported, sets what holds outside of any
-    block. The choice is made by the forward; a backward follows its forward.
+    Blocks nest: the one that was entered last holds, and each block takes back its own choice and no other. The choice
+    holds for the whole process, other threads too. The environment variable FA3_BACKEND, read when fa3 is imported,
+    sets what holds outside of any block. The choice is made by the forward; a backward follows its forward.
 
     Raises:
         ValueError: for another name.
     """
-    global _choice
-    outer, _choice = _choice, _checked(name, "backend: name")
+    choice = _Choice(_checked(name, "backend: name"))
+    _choices.append(choice)
     try:
         yield
     finally:
-        _choice = outer
+        _choices.remove(choice)
 
 
 def current_backend() -> str:
     """The backend that is chosen here: "auto", "portable" or "hopper"."""
-    return _choice
+    return _choices[-1].name
 
 
-def choose_path(device: torch.device, function: str = "flash_attn_func") -> str:
-    """ "portable" or "hopper", for tensors on this device; `function` is whom an error names.
+def op_of_path(name: str, q: Tensor, function: str) -> torch._ops.OpOverload:
+    """The op `name` of ops.py, on the path that q takes; `function` is the public function that errors name.
 
     Raises:
         RuntimeError: the call would need the Hopper kernels and they cannot run on this device. There is no fallback
             that the caller has not asked for.
+        NotImplementedError: the Hopper kernels do not compute the dtype of q.
     """
+    if choose_path(q.device, function) == "portable":
+        return getattr(ops, f"portable_{name}")
+    if q.dtype not in (torch.bfloat16, torch.float16, E4M3):
+        raise NotImplementedError(
+            f"{function}: q.dtype must be bfloat16 or float16 on CUDA, got {q.dtype}; "
+            'cast q, k and v, or use `with fa3.backend("portable")`'
+        )
+    return getattr(ops, name)
+
+
+def choose_path(device: torch.device, function: str) -> str:
+    """ "portable" or "hopper", for tensors on this device. Raises RuntimeError where the kernels cannot run on it."""
     choice = current_backend()
     if choice == "portable" or (choice == "auto" and device.type in ("cpu", "meta")):
         return "portable"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa3 import _library, portable
-from fa3._backend import choose_path, current_backend
-from fa3.fp8_portable import E4M3, FP8_BLOCK
-from fa3.interface import check_kernel_dtype, check_tensors, op_of_path
+from fa3 import _library, ops
+from fa3._backend import current_backend, op_of_path
+from fa3.arguments import argument_error, as_bool, check_tensors
+from fa3.fp8_format import E4M3, FP8_SCALE_ROWS
+from fa3.mask import Mask
+from fa3.portable import attention
 
 _TMA_ALIGNMENT_BYTES = 16
 
@@ -69,33 +72,31 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, v_transpos
         TypeError, ValueError, NotImplementedError: as flash_attn_func does for arguments that are wrong. A machine that
             cannot run the call is an answer instead: path "refused".
     """
-    check_tensors(q, k, v, v_transposed=v_transposed)
-    causal = causal and q.shape[1] > 1  # as flash_attn_func: a single query sees every key
+    function = "flash_attn_func"
+    error = functools.partial(argument_error, function)
+    v_transposed = as_bool(v_transposed, "v_transposed", error)
+    check_tensors(q, k, v, error, v_transposed=v_transposed)
+    mask = Mask.resolve(as_bool(causal, "causal", error)).simplified(q.shape[1], k.shape[1])
     try:
-        if q.dtype == E4M3:
-            op_of_path("fwd_fp8", q)  # raises where there is none
-            if choose_path(q.device) == "portable":
-                return _explain_portable_fp8(q)
-            return _explain_hopper(q, k, v, causal, v_transposed)
-        if choose_path(q.device) == "portable":
-            return _explain_portable(q, k, causal)
-        check_kernel_dtype(q)
+        forward = op_of_path("fwd_fp8" if q.dtype == E4M3 else "fwd", q, function)
     except (RuntimeError, NotImplementedError) as refusal:
         return Explanation("refused", None, [str(refusal)])
-    return _explain_hopper(q, k, v, causal, v_transposed)
+    if forward is ops.portable_fwd_fp8:
+        return _explain_portable_fp8(q)
+    if forward is ops.portable_fwd:
+        return _explain_portable(q, k, mask)
+    return _explain_hopper(q, k, v, mask, v_transposed)
 
 
-def _selected_rows(
-    dtype: torch.dtype, head_dim: int, seqlen_k: int, causal: bool, v_transposed: bool
-) -> tuple[int, int]:
+def _selected_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, v_transposed: bool) -> tuple[int, int]:
     """Rows of the kernel table that the library takes for a forward and its backward, each -1 if it has none."""
     library = ctypes.CDLL(str(_library.LIBRARY))
-    dtype_code = ctypes.c_int({torch.float16: 0, torch.bfloat16: 1, E4M3: 2}[dtype])
+    dtype = {torch.float16: 0, torch.bfloat16: 1, E4M3: 2}[q.dtype]
+    head_dim, head_dim_v = q.shape[3], v.shape[2 if v_transposed else 3]
+    lengths_and_mask = (q.shape[1], k.shape[1], mask.left, mask.right, mask.chunk)
     return (
-        library.fa3_select_fwd_kernel(
-            dtype_code, head_dim, seqlen_k, ctypes.c_bool(causal), ctypes.c_bool(v_transposed)
-        ),
-        library.fa3_select_bwd_kernel(dtype_code, head_dim),
+        library.fa3_select_fwd_kernel(dtype, head_dim, head_dim_v, *lengths_and_mask, ctypes.c_bool(v_transposed)),
+        library.fa3_select_bwd_kernel(dtype, head_dim, head_dim_v),
     )
 
 
@@ -104,24 +105,25 @@ def _why_portable(q: Tensor) -> str:
 
 
 def _explain_portable_fp8(q: Tensor) -> Explanation:
-    reasons = [_why_portable(q), f"the FP8 kernel's arithmetic is simulated in float32, by blocks of {FP8_BLOCK} keys"]
-    return Explanation("portable", "refused", [*reasons, "FP8 is a forward without a backward"])
+    simulated = f"the FP8 kernel's arithmetic is simulated in float32, by blocks of {FP8_SCALE_ROWS} keys"
+    return Explanation("portable", "refused", [_why_portable(q), simulated, "FP8 is a forward without a backward"])
 
 
-def _explain_portable(q: Tensor, k: Tensor, causal: bool) -> Explanation:
+def _explain_portable(q: Tensor, k: Tensor, mask: Mask) -> Explanation:
     reasons = [_why_portable(q)]
     backward = "the backward recomputes P from lse in tiles of plain PyTorch"
-    if portable.sdpa_covers(q, k, causal):
-        reasons.append(f"torch's CPU attention computes {'square causal' if causal else 'unmasked'} attention exactly")
+    if attention.sdpa_covers(q, k, mask):
+        kind = "unmasked" if mask == Mask() else "square causal"
+        reasons.append(f"torch's CPU attention computes {kind} attention exactly")
         return Explanation("sdpa-cpu", "portable", [*reasons, backward])
     if q.device.type == "cpu":
-        reasons.append("torch's CPU attention covers no empty tensors and no causal mask with seqlen_q != seqlen_k")
-    return Explanation("portable", "portable", [*reasons, backward], tile=portable.tile_sizes(q, k))
+        reasons.append("torch's CPU attention covers neither empty tensors nor masks other than square causal")
+    return Explanation("portable", "portable", [*reasons, backward], tile=attention.tile_sizes(q, k))
 
 
-def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, v_transposed: bool) -> Explanation:
+def _explain_hopper(q: Tensor, k: Tensor, v: Tensor, mask: Mask, v_transposed: bool) -> Explanation:
     batch, seqlen_q, num_heads_q, head_dim = q.shape
-    row, backward_row = _selected_rows(q.dtype, head_dim, k.shape[1], causal, v_transposed)
+    row, backward_row = _selected_rows(q, k, v, mask, v_transposed)
     without_kernel = f"this build has no {{}} kernel for head_dim {head_dim} in {q.dtype}"
     without_kernel += " with v transposed" if v_transposed else ""
     if row < 0:

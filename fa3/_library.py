@@ -20,7 +20,7 @@ _load_error: str | None = None
 
 @functools.cache
 def load() -> None:
-    """Loads fa3/_C.abi3.so if it is there: the ops fa3::fwd, fa3::bwd and fa3::quantize_fp8.
+    """Loads fa3/_C.abi3.so if it is there: the CUDA implementations of the ops that fa3/ops.py defines.
 
     Never raises: see `unavailable_reason`.
     """
@@ -79,8 +79,9 @@ def build_report() -> dict[str, Any]:
 def kernel_table() -> list[dict[str, Any]]:
     """One row per kernel file in the library, those of the forward first; [] where it is not loaded.
 
-    Keys from the library: name (of the source file), pass ("fwd" or "bwd"), dtype, head_dim, tile_m and tile_n (queries
-    and keys of a step), stages (of the ring of K and V forward, of Q backward), consumer_warpgroups, smem_bytes.
+    Keys from the library: name (of the source file), pass ("fwd" or "bwd"), dtype, head_dim, head_dim_v, tile_m and
+    tile_n (queries and keys of a step), stages (of the ring of K and V forward, of Q backward), consumer_warpgroups,
+    smem_bytes.
     Keys from ptxas, as recorded by the build: symbol, registers, spill_stores_bytes, spill_loads_bytes, stack_bytes,
     barriers, smem_static_bytes. A file of the backward has small kernels besides, which run before and after: these
     keys are those of the main one.

@@ -1,6 +1,6 @@
-"""FP8 attention from 16-bit tensors: the quantiser with the paper's recipe, the attention, and a check of its accuracy.
+"""FP8 attention from 16-bit tensors: the quantizer with the paper's recipe, the attention, and a check of its accuracy.
 
-The recipe is section 3.3 of Shah et al., "FlashAttention-3" (2024), arXiv:2407.08608. Block quantisation: one scale for
+The recipe is section 3.3 of Shah et al., "FlashAttention-3" (2024), arXiv:2407.08608. Block quantization: one scale for
 each 128 rows. Incoherent processing: q and k are multiplied by the same orthogonal matrix, random signs times a
 Hadamard matrix, which leaves q k^T and spreads outliers over all channels; the idea is from Chee et al., "QuIP:
 2-Bit Quantization of Large Language Models With Guarantees" (2023), arXiv:2307.13304, the fast Hadamard form from Tseng
@@ -10,20 +10,29 @@ et al., "QuIP#" (2024), arXiv:2402.04396. `smooth_k` is from Zhang et al., "Sage
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fa3.fp8_portable import FP8_BLOCK, rotate
-from fa3.interface import _error, check_tensors, flash_attn_func, op_of_path, refuse_gradients
+from fa3._backend import op_of_path
+from fa3.arguments import (
+    Call,
+    QuantizeOptions,
+    argument_error,
+    as_bool,
+    check_call,
+    check_quantizer_inputs,
+    check_quantizer_options,
+)
+from fa3.fp8_format import FP8_SCALE_ROWS
+from fa3.interface import attend, flash_attn_func
+from fa3.mask import Mask
+from fa3.portable.fp8 import rotate
 
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Sizes of the Hadamard transform: powers of 2 that are head_dims of the kernels.
 _HADAMARD_SIZES = (64, 128, 256)
 
@@ -67,7 +76,7 @@ def quantize_fp8(
     k: Tensor,
     v: Tensor,
     *,
-    block_size: int | None = FP8_BLOCK,
+    block_size: int | None = FP8_SCALE_ROWS,
     incoherent: bool = True,
     seed: int = 0,
     rotary: tuple[Tensor, Tensor] | None = None,
@@ -111,100 +120,36 @@ def quantize_fp8(
         transform: an Fp8Transform, for whoever adds keys later.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as flash_attn_func, and for a gradient that is asked for.
+        TypeError, ValueError, NotImplementedError: as flash_attn_func. Inputs may require gradients, but a
+            backward through the results raises.
         RuntimeError: CUDA tensors without a Hopper GPU or without the compiled kernels.
     """
-    options = _QuantizeOptions(block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k)
-    return _quantize("quantize_fp8", q, k, v, options, v_transposed)
-
-
-class _QuantizeOptions(NamedTuple):
-    """The options of quantize_fp8 but for the layout of v."""
-
-    block_size: int | None = FP8_BLOCK
-    incoherent: bool = True
-    seed: int = 0
-    rotary: tuple[Tensor, Tensor] | None = None
-    rotary_interleaved: bool = False
-    smooth_k: bool = False
+    function = "quantize_fp8"
+    check_quantizer_inputs(function, q, k, v)
+    options = QuantizeOptions(block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k)
+    options = check_quantizer_options(function, q, k, options)
+    v_transposed = as_bool(v_transposed, "v_transposed", functools.partial(argument_error, function))
+    return _quantize(function, q, k, v, options, v_transposed)
 
 
 def _quantize(
-    function: str, q: Tensor, k: Tensor, v: Tensor, options: _QuantizeOptions, v_transposed: bool
+    function: str, q: Tensor, k: Tensor, v: Tensor, options: QuantizeOptions, v_transposed: bool
 ) -> Fp8Inputs:
-    """quantize_fp8 for the public function whose name errors carry."""
-    block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k = options
-    error = functools.partial(_error, function=function)
-    _check_inputs(function, q, k, v)
-    if block_size not in (FP8_BLOCK, None):
-        raise error(ValueError, "block_size", f"be {FP8_BLOCK} or None", block_size)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise error(TypeError, "seed", "be an int", type(seed).__name__)
-    flags = {
-        "incoherent": incoherent,
-        "rotary_interleaved": rotary_interleaved,
-        "smooth_k": smooth_k,
-        "v_transposed": v_transposed,
-    }
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise error(TypeError, name, "be a bool", type(flag).__name__)
+    """quantize_fp8 of checked arguments, for the public function whose name errors carry."""
+    cos, sin = options.rotary or (None, None)
     head_dim = q.shape[3]
-    if not incoherent and head_dim % 16 != 0:
-        raise error(ValueError, "q.shape[3] (head_dim)", "be a multiple of 16 where incoherent is False", head_dim)
-    cos, sin = (None, None) if rotary is None else _check_rotary(rotary, q, k, error)
-    refuse_gradients({"q": q, "k": k, "v": v}, function)
-
-    quantise = op_of_path("quantize_fp8", q, function)
+    quantize = op_of_path("quantize_fp8", q, function)
     signs, v_padding = None, 0
-    if incoherent:
+    if options.incoherent:
         size = _hadamard_size(head_dim)
-        # operator.index makes a constant of a seed that torch.compile has made a variable.
-        signs, v_padding = _signs(operator.index(seed), size, q.device), size - head_dim
-    rows = block_size or 0
-    q8, q_descale, _ = quantise(q, signs, cos, sin, rotary_interleaved, False, rows)
-    k8, k_descale, k_mean = quantise(k, signs, cos, sin, rotary_interleaved, smooth_k, rows)
+        signs, v_padding = _signs(options.seed, size, q.device), size - head_dim
+    rows = options.block_size or 0
+    q8, q_descale, _ = quantize(q, signs, cos, sin, options.rotary_interleaved, False, rows)
+    k8, k_descale, k_mean = quantize(k, signs, cos, sin, options.rotary_interleaved, options.smooth_k, rows)
     padded_v = F.pad(v, (0, v_padding)) if v_padding else v
-    v8, v_descale, _ = quantise(padded_v, None, None, None, False, False, rows, v_transposed)
-    transform = Fp8Transform(seed, incoherent, head_dim, k_mean if smooth_k else None)
+    v8, v_descale, _ = quantize(padded_v, None, None, None, False, False, rows, v_transposed)
+    transform = Fp8Transform(options.seed, options.incoherent, head_dim, k_mean if options.smooth_k else None)
     return Fp8Inputs(q8, k8, v8, q_descale, k_descale, v_descale, transform)
-
-
-def _check_inputs(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises unless q, k and v belong together and have a dtype that is quantised."""
-    check_tensors(q, k, v, function)
-    if q.dtype not in _INPUT_DTYPES:
-        rule = "be bfloat16 or float16 (in plain PyTorch float32 too)"
-        raise _error(NotImplementedError, "q.dtype", rule, q.dtype, function=function)
-
-
-def _check_rotary(
-    rotary: tuple[Tensor, Tensor], q: Tensor, k: Tensor, error: Callable[..., Exception]
-) -> tuple[Tensor, Tensor]:
-    """cos and sin; raises unless they fit q and k."""
-    seqlen_q, head_dim = q.shape[1], q.shape[3]
-    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2 or not all(isinstance(x, Tensor) for x in rotary):
-        raise error(TypeError, "rotary", "be a pair of tensors (cos, sin) or None", type(rotary).__name__)
-    cos, sin = rotary
-    for name, x in (("rotary[0] (cos)", cos), ("rotary[1] (sin)", sin)):
-        if x.dtype not in (torch.float32, q.dtype):
-            raise error(TypeError, f"{name}.dtype", f"be float32 or q.dtype = {q.dtype}", x.dtype)
-        if x.device != q.device:
-            raise error(ValueError, f"{name}.device", f"equal q.device = {q.device}", x.device)
-        if x.dim() != 2 or x.shape[0] < seqlen_q or not 0 < 2 * x.shape[1] <= head_dim or x.shape != cos.shape:
-            rule = (
-                "have shape (seqlen, rotary_dim / 2) with at least seqlen_q = "
-                f"{seqlen_q} rows and rotary_dim at most head_dim = {head_dim}, the same for cos and sin"
-            )
-            raise error(ValueError, name, rule, tuple(x.shape))
-    if cos.dtype != sin.dtype:
-        raise error(TypeError, "rotary[1] (sin).dtype", f"equal that of cos, {cos.dtype}", sin.dtype)
-    if k.shape[1] != seqlen_q:
-        remedy = "; which row a query takes is not decided then: rotate q and k before the call"
-        raise error(
-            NotImplementedError, "rotary", f"be None unless seqlen_k = seqlen_q = {seqlen_q}", k.shape[1], remedy
-        )
-    return cos, sin
 
 
 def _hadamard_size(head_dim: int) -> int:
@@ -237,7 +182,7 @@ def flash_attn_fp8_func(
     *,
     incoherent: bool = True,
     seed: int = 0,
-    block_size: int | None = FP8_BLOCK,
+    block_size: int | None = FP8_SCALE_ROWS,
     smooth_k: bool = False,
     rotary: tuple[Tensor, Tensor] | None = None,
     rotary_interleaved: bool = False,
@@ -254,10 +199,10 @@ def flash_attn_fp8_func(
         causal: as for flash_attn_func.
         incoherent, seed, block_size, smooth_k, rotary, rotary_interleaved: as for quantize_fp8.
         return_lse: True returns lse as well: that of the scores q k^T, also with smooth_k.
-        straight_through: FP8 has no backward, and inputs that require a gradient are refused. True lets them pass: the
-            forward is FP8 and the gradients are those of the 16-bit attention at the same q, k and v, as if rounding
-            were the identity. The backward first computes the 16-bit forward, whose out and lse it needs; rotary is
-            undone in it, and cos and sin get no gradient. Differentiable once.
+        straight_through: FP8 has no backward: one through the results raises. With True the gradients are those of the
+            16-bit attention at the same q, k and v, as if rounding were the identity; the forward stays FP8. The
+            backward first computes the 16-bit forward, whose out and lse it needs; rotary is undone in it, and cos and
+            sin get no gradient. Differentiable once.
 
     Returns:
         out: (batch, seqlen_q, num_heads_q, head_dim), contiguous, dtype of q. (It has passed through bfloat16, or
@@ -267,50 +212,42 @@ def flash_attn_fp8_func(
         Rows that see no key are as in flash_attn_func: 0 and -inf.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as flash_attn_func and quantize_fp8, and for inputs that require a
-            gradient without straight_through.
+        TypeError, ValueError, NotImplementedError: as flash_attn_func and quantize_fp8.
         RuntimeError: CUDA tensors without a Hopper GPU or without the compiled kernels.
     """
     function = "flash_attn_fp8_func"
-    for name, flag in (("return_lse", return_lse), ("straight_through", straight_through)):
-        if not isinstance(flag, bool):
-            raise _error(TypeError, name, "be a bool", type(flag).__name__, function=function)
-    _check_inputs(function, q, k, v)
-    if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
-    options = _QuantizeOptions(block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k)
-    attend = _StraightThrough.apply if straight_through else _attend
-    out, lse = attend(q, k, v, softmax_scale, causal, return_lse, options)
+    error = functools.partial(argument_error, function)
+    return_lse = as_bool(return_lse, "return_lse", error)
+    straight_through = as_bool(straight_through, "straight_through", error)
+    check_quantizer_inputs(function, q, k, v)
+    call = check_call(function, q, k, v, softmax_scale=softmax_scale, causal=causal)
+    options = QuantizeOptions(block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k)
+    options = check_quantizer_options(function, q, k, options)
+    attend_fp8 = _StraightThrough.apply if straight_through else _attend_fp8
+    exact_lse = return_lse and options.smooth_k
+    out, lse = attend_fp8(q, k, v, call.softmax_scale, call.mask, call.deterministic, options, exact_lse)
     return (out, lse) if return_lse else out
 
 
-def _attend(
+def _attend_fp8(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     softmax_scale: float,
-    causal: bool,
+    mask: Mask,
+    deterministic: bool,
+    options: QuantizeOptions,
     exact_lse: bool,
-    options: _QuantizeOptions,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse; without exact_lse that of the smoothed scores."""
-    *tensors, q_descale, k_descale, v_descale, transform = _quantize(
-        "flash_attn_fp8_func", q, k, v, options, v_transposed=True
-    )
-    out, lse = flash_attn_func(
-        *tensors,
-        softmax_scale,
-        causal,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out_dtype=q.dtype if q.dtype == torch.float16 else None,
-        return_lse=True,
-        v_transposed=True,
-    )
+    """out and lse of checked arguments; without exact_lse, lse is that of the smoothed scores."""
+    function = "flash_attn_fp8_func"
+    q8, k8, v8, *descales, transform = _quantize(function, q, k, v, options, v_transposed=True)
+    out_dtype = torch.float16 if q.dtype == torch.float16 else torch.bfloat16
+    call = Call(function, q8, k8, v8, softmax_scale, mask, deterministic, tuple(descales), out_dtype, v_transposed=True)
+    out, lse = attend(call)
     if out.shape[3] != q.shape[3]:
         out = out[..., : q.shape[3]].contiguous()
-    if exact_lse and options.smooth_k:
+    if exact_lse:
         # Each score q . (k - k_mean) is less than q . k by q . k_mean.
         rotated_q = _rotate(q.float(), options)
         k_mean = transform.k_mean.repeat_interleave(q.shape[2] // k.shape[2], dim=1)  # (b, h, d)
@@ -318,7 +255,7 @@ def _attend(
     return out.to(q.dtype), lse
 
 
-def _rotate(x: Tensor, options: _QuantizeOptions, *, back: bool = False) -> Tensor:
+def _rotate(x: Tensor, options: QuantizeOptions, *, back: bool = False) -> Tensor:
     """x rotated, in float32, as the options say; or back."""
     if options.rotary is None:
         return x
@@ -327,29 +264,28 @@ def _rotate(x: Tensor, options: _QuantizeOptions, *, back: bool = False) -> Tens
 
 
 class _StraightThrough(torch.autograd.Function):
-    """_attend with the gradients of the 16-bit attention."""
+    """_attend_fp8 with the gradients of the 16-bit attention."""
 
     @staticmethod
-    def forward(ctx, q, k, v, softmax_scale, causal, exact_lse, options):
+    def forward(ctx, q, k, v, softmax_scale, mask, deterministic, options, exact_lse):
         ctx.save_for_backward(q, k, v)
-        ctx.softmax_scale, ctx.causal, ctx.options = softmax_scale, causal, options
-        ctx.deterministic = torch.are_deterministic_algorithms_enabled()
+        ctx.arguments = (softmax_scale, mask.left, mask.right, mask.chunk, deterministic)
+        ctx.options = options
         # A backward runs where its forward ran.
         ctx.ops = [op_of_path(name, q, "flash_attn_fp8_func") for name in ("fwd", "bwd")]
         ctx.set_materialize_grads(False)
-        return _attend(q, k, v, softmax_scale, causal, exact_lse, options)
+        return _attend_fp8(q, k, v, softmax_scale, mask, deterministic, options, exact_lse)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v = ctx.saved_tensors
         q, k = (_rotate(x, ctx.options) for x in (q, k))
         forward, backward = ctx.ops
-        arguments = (ctx.softmax_scale, ctx.causal, ctx.deterministic)
-        out, lse = forward(q, k, v, *arguments)
+        out, lse = forward(q, k, v, *ctx.arguments)
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *arguments)
+        dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *ctx.arguments)
         dq, dk = (_rotate(x, ctx.options, back=True) for x in (dq, dk))  # the transpose of a rotation
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,7 +321,12 @@ def validate_fp8(
     causal: bool = False,
     softmax_scale: float | None = None,
     threshold: float = 0.01,
-    **quantize_options: Any,
+    incoherent: bool = True,
+    seed: int = 0,
+    block_size: int | None = FP8_SCALE_ROWS,
+    smooth_k: bool = False,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary_interleaved: bool = False,
 ) -> Fp8Report:
     """Compares flash_attn_fp8_func with flash_attn_func on the same tensors: which heads can run in FP8?
 
@@ -395,7 +336,7 @@ def validate_fp8(
         q, k, v, causal, softmax_scale: as for flash_attn_fp8_func. The tensors of a real model: the error of FP8
             depends on them. (On independent normal values, whose average nearly cancels, it is about 0.05.)
         threshold: the relative error that is accepted.
-        quantize_options: those of quantize_fp8 that flash_attn_fp8_func takes.
+        incoherent, seed, block_size, smooth_k, rotary, rotary_interleaved: as for quantize_fp8.
 
     Returns:
         An Fp8Report: print it, or read `rmse` and `failing_heads`. Reading those waits for the GPU, the call does not.
@@ -403,8 +344,8 @@ def validate_fp8(
     Raises:
         As flash_attn_fp8_func.
     """
-    options = _QuantizeOptions(**quantize_options)
-    fp8 = flash_attn_fp8_func(q, k, v, softmax_scale, causal, **quantize_options).float()
+    options = QuantizeOptions(block_size, incoherent, seed, rotary, rotary_interleaved, smooth_k)
+    fp8 = flash_attn_fp8_func(q, k, v, softmax_scale, causal, **options._asdict()).float()
     expected = flash_attn_func(_rotate(q, options), _rotate(k, options), v, softmax_scale, causal).float()
     error, size = (x.square().sum((0, 1, 3)) for x in (fp8 - expected, expected))  # (num_heads_q,)
     return Fp8Report(torch.where(error == 0, 0.0, (error / size).sqrt()), threshold)

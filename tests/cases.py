@@ -6,10 +6,13 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+import reference
 import torch
 
 import fa3
 
+# Masks as the ops take them: window_left, window_right, attention_chunk.
+FULL, CAUSAL = (-1, -1, 0), (-1, 0, 0)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 1023)
 HEAD_DIMS = (8, 40, 64, 72, 96, 128, 136, 192, 256)
@@ -29,12 +32,29 @@ class Case:
     head_dim: int = 64
     causal: bool = False
     layout: str = "contiguous"
+    window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
+
+    @property
+    def mask_options(self) -> dict:
+        """The mask as flash_attn_func and the reference take it."""
+        return {"causal": self.causal, "window_size": self.window_size, "attention_chunk": self.attention_chunk}
+
+    @property
+    def op_mask(self) -> tuple[int, int, int]:
+        """The mask as the ops take it: window_left, window_right, attention_chunk."""
+        left, right = self.window_size
+        return left, 0 if self.causal else right, self.attention_chunk
 
     @property
     def name(self) -> str:
         """The id of the test, such as b2-sq129-sk300-h4-hk1-d64-causal."""
         sizes = f"b{self.batch}-sq{self.seqlen_q}-sk{self.seqlen_k}-h{self.num_heads_q}-hk{self.num_heads_kv}"
         mask = "causal" if self.causal else "full"
+        if self.window_size != (-1, -1):
+            mask += "-window{}_{}".format(*self.window_size)
+        if self.attention_chunk:
+            mask += f"-chunk{self.attention_chunk}"
         return f"{sizes}-d{self.head_dim}-{mask}" + (f"-{self.layout}" if self.layout != "contiguous" else "")
 
     @property
@@ -65,8 +85,8 @@ class Case:
         """Normal dout, and dlse which is 0 where lse is -inf."""
         dout = torch.randn(self.q_shape, device=device).to(dtype)
         dlse = torch.randn(self.batch, self.num_heads_q, self.seqlen_q, device=device)
-        rows_without_keys = self.seqlen_q if self.seqlen_k == 0 else max(0, self.seqlen_q - self.seqlen_k) * self.causal
-        dlse[:, :, :rows_without_keys] = 0.0
+        has_key = reference.visible(self.seqlen_q, self.seqlen_k, **self.mask_options, device=device).any(-1)
+        dlse[:, :, ~has_key] = 0.0
         return dout, dlse
 
 
@@ -151,6 +171,23 @@ STRIDED = _with_both_masks(
 )
 
 CASES = tuple(SQUARE + RECTANGULAR + SIZES + EMPTY + STRIDED)
+
+# Windows and chunks, alone and together, at lengths around theirs; rows without keys where seqlen_q > seqlen_k.
+WINDOWED = [
+    Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=4, causal=causal, window_size=window, attention_chunk=chunk)
+    for seqlen_q, seqlen_k in ((129, 129), (65, 200), (200, 65), (1, 100), (5, 0))
+    for causal, window, chunk in (
+        (False, (0, 0), 0),
+        (False, (17, 5), 0),
+        (False, (-1, 30), 0),
+        (False, (64, -1), 0),
+        (True, (40, -1), 0),
+        (False, (-1, -1), 48),
+        (True, (-1, -1), 64),
+        (True, (20, -1), 33),
+        (False, (1000, 1000), 1000),
+    )
+]
 
 
 def draw(rng: random.Random, max_seqlen: int = 400) -> Case:

@@ -1,4 +1,4 @@
-"""Fixtures, the gate of GPU tests, and the seed of the randomised ones."""
+"""Fixtures, the gate of GPU tests, and the seed of the randomized ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = int(os.environ["FA3_SEED"]) if "FA3_SEED" in os.environ else random.Syste
 def pytest_report_header() -> list[str]:
     reason = fa3.unavailable_reason()
     kernels = "available" if reason is None else f"not available ({reason})"
-    return [f"FA3_SEED={SEED} repeats the randomised tests", f"Hopper kernels: {kernels}"]
+    return [f"FA3_SEED={SEED} repeats the randomized tests", f"Hopper kernels: {kernels}"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,23 +8,55 @@ from dataclasses import dataclass
 import torch
 
 
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Which keys each query sees, by the definition of each mask: bool (seqlen_q, seqlen_k)."""
+    position = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=device)
+    left, right = window_size
+    sees = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left not in (-1, None):
+        sees &= key >= position - left
+    if right not in (-1, None):
+        sees &= key <= position + right
+    if causal:
+        sees &= key <= position
+    if attention_chunk:
+        sees &= torch.div(key, attention_chunk, rounding_mode="floor") == torch.div(
+            position, attention_chunk, rounding_mode="floor"
+        )
+    return sees
+
+
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    attention_chunk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale q k^T) v at the dtype of its arguments.
 
-    q (b, sq, h, d), k and v (b, sk, hk, d) -> out (b, sq, h, d), lse (b, h, sq). Causal is aligned to the bottom right.
+    q (b, sq, h, d), k and v (b, sk, hk, d) -> out (b, sq, h, d), lse (b, h, sq). Masks are aligned to the bottom right.
     A row that sees no key has out 0 and lse -inf, and gives no gradient.
     """
     seqlen_q, seqlen_k, head_dim = q.shape[1], k.shape[1], q.shape[3]
     group_size = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
-    if causal:
-        visible = visible.tril(seqlen_k - seqlen_q)
-    scores = scores.masked_fill(~visible, -math.inf)
-    has_key = visible.any(-1)  # (sq,)
+    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
+    sees = visible(seqlen_q, seqlen_k, **mask, device=q.device)
+    scores = scores.masked_fill(~sees, -math.inf)
+    has_key = sees.any(-1)  # (sq,)
     # Scores of rows without keys are replaced before softmax, whose gradient would be NaN there.
     scores = scores.masked_fill(~has_key[:, None], 0.0)
     if seqlen_k == 0:

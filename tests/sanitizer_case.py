@@ -44,7 +44,7 @@ def backward() -> None:
 
 
 def fp8() -> None:
-    """The quantiser and the FP8 forward, also with more tiles than CTAs, which go from one to the next."""
+    """The quantizer and the FP8 forward, also with more tiles than CTAs, which go from one to the next."""
     many_heads = torch.cuda.get_device_properties(0).multi_processor_count + 4
     cases = [(*shape, 2) for shape in SHAPES] + [(70, 200, many_heads)]
     for tile, case, causal in itertools.product(FWD_FP8_TILES.values(), cases, (False, True)):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import Case
@@ -41,8 +45,9 @@ UPSTREAM = {
 }
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+def run_python(code: str, *, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
 
 
 def test_signature_is_upstreams():
@@ -123,6 +128,82 @@ def test_nothing_is_saved_without_gradients():
     assert len(saved) == 5  # q, k, v, out, lse
 
 
+def check_ordinary(*tensors: torch.Tensor) -> None:
+    """Results may be changed in place and detached, as those of any other op."""
+    for x in tensors:
+        assert not x._is_view()
+        assert x.is_contiguous()
+        x.mul_(2)
+        x.detach_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "case", [Case(), Case(causal=True, num_heads_q=4), Case(seqlen_k=200, causal=True), Case(1, 1, 5), Case(seqlen_k=0)]
+)
+def test_results_are_no_views(case, dtype):
+    inputs = [x.requires_grad_() for x in case.inputs(dtype, "cpu")]
+    out, lse = fa3.flash_attn_func(*inputs, causal=case.causal, return_lse=True)
+    dout, dlse = case.output_grads(out.dtype, "cpu")
+    check_ordinary(*torch.autograd.grad([out, lse], inputs, [dout, dlse.to(lse.dtype)]))
+    check_ordinary(out, lse)
+    check_ordinary(*fa3.flash_attn_func(*(x.detach() for x in inputs), causal=case.causal, return_lse=True))
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+def test_results_of_fp8_are_no_views(straight_through):
+    inputs = [x.requires_grad_() for x in Case(head_dim=40).inputs(torch.bfloat16, "cpu")]
+    options = {"smooth_k": True, "return_lse": True, "straight_through": straight_through}
+    check_ordinary(*fa3.flash_attn_fp8_func(*inputs, **options))
+    x = fa3.quantize_fp8(*inputs, smooth_k=True)
+    check_ordinary(x.q_descale, x.k_descale, x.v_descale, x.transform.k_mean)
+    assert not any(y._is_view() for y in (x.q, x.k, x.v))
+
+
+# --- numbers and flags of numpy's
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.array])
+def test_numpy_softmax_scale(kind):
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    scale = kind(0.25)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, scale), fa3.flash_attn_func(q, k, v, 0.25))
+    for function in (fa3.flash_attn_fp8_func, lambda *x, **options: fa3.validate_fp8(*x, **options).rmse):
+        assert torch.equal(function(q, k, v, softmax_scale=scale), function(q, k, v, softmax_scale=0.25))
+    as_a_model_writes_it = 1 / np.sqrt(q.shape[-1])
+    assert torch.equal(fa3.flash_attn_func(q, k, v, as_a_model_writes_it), fa3.flash_attn_func(q, k, v))
+    assert torch.equal(fa3.flash_attn_func(q, k, v, np.int64(2)), fa3.flash_attn_func(q, k, v, 2))
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.array])
+def test_numpy_flags(kind):
+    yes, no = kind(True), kind(False)
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    expected = fa3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, causal=yes, deterministic=no), expected)
+    assert len(fa3.flash_attn_func(q, k, v, return_lse=yes)) == 2
+    assert fa3.explain(q, k, v, causal=yes, v_transposed=no) == fa3.explain(q, k, v, causal=True)
+    options = {"incoherent": False, "smooth_k": True, "rotary_interleaved": False}
+    of_numpy = {name: kind(value) for name, value in options.items()}
+    expected = fa3.flash_attn_fp8_func(q, k, v, causal=True, **options)
+    got = fa3.flash_attn_fp8_func(q, k, v, causal=yes, return_lse=no, straight_through=no, **of_numpy)
+    assert torch.equal(got, expected)
+    x = fa3.quantize_fp8(q, k, v, v_transposed=yes)
+    assert x.v.shape == (2, 2, 64, 256)
+    scales = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
+    assert fa3.flash_attn_func(x.q, x.k, x.v, **scales, v_transposed=yes).shape == q.shape
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.array])
+def test_numpy_integers(kind):
+    q, k, v = Case().inputs(torch.bfloat16, "cpu")
+    got = fa3.flash_attn_func(q, k, v, window_size=(kind(-1), kind(0)), attention_chunk=kind(0), num_splits=kind(1))
+    assert torch.equal(got, fa3.flash_attn_func(q, k, v, causal=True))
+    x, expected = fa3.quantize_fp8(q, k, v, seed=kind(3), block_size=kind(128)), fa3.quantize_fp8(q, k, v, seed=3)
+    assert torch.equal(x.q.float(), expected.q.float())
+    assert type(x.transform.seed) is int
+
+
 class _Deterministic(TorchDispatchMode):
     """The last argument of each op of fa3 that ran; torch leaves out what equals its default, False."""
 
@@ -173,6 +254,31 @@ def test_backend_nests_and_restores():
     assert current_backend() == "auto"
 
 
+def test_backend_blocks_that_overlap():
+    """Each takes back its own choice, and finds it among equal ones: in every order of leaving, as threads have it."""
+    names = ("portable", "hopper", "portable")
+    for order in itertools.permutations(range(3)):
+        blocks = [fa3.backend(name) for name in names]
+        for block in blocks:
+            block.__enter__()
+        left = list(range(3))
+        for leaving in order:
+            blocks[leaving].__exit__(None, None, None)
+            left.remove(leaving)
+            assert current_backend() == (names[left[-1]] if left else "auto")
+
+
+def test_backend_blocks_of_many_threads():
+    def enter_and_leave(name: str) -> None:
+        for _ in range(2000):
+            with fa3.backend(name):
+                current_backend()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(enter_and_leave, ["portable", "hopper"] * 4))
+    assert current_backend() == "auto"
+
+
 def test_backend_refuses_other_names():
     with pytest.raises(ValueError, match="backend: name must be one of auto, portable, hopper, got 'cuda'"):
         fa3.backend("cuda").__enter__()
@@ -190,6 +296,46 @@ def test_availability():
     reason = fa3.unavailable_reason()
     assert fa3.is_available() is (reason is None)
     assert reason is None or len(reason) > 10
+
+
+# --- the ops of the compiled library
+
+
+def test_ops_are_defined_where_the_library_is_loaded(tmp_path):
+    """Their schemas, shapes and derivatives come from Python: here beside a library that implements none of them."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    package = shutil.copytree(Path(fa3.__file__).parent, tmp_path / "fa3", ignore=shutil.ignore_patterns("*.so"))
+    (tmp_path / "empty.c").write_text("int fa3_nothing;\n")
+    subprocess.run([compiler, "-shared", "-fPIC", tmp_path / "empty.c", "-o", package / "_C.abi3.so"], check=True)
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+import fa3
+from fa3 import _backend, ops
+
+_backend._hopper_refusal = lambda device_index: None
+for name in ("fwd", "bwd", "fwd_fp8", "quantize_fp8"):
+    op, twin = getattr(ops, name), getattr(ops, f"portable_{name}")
+    assert str(op._schema).replace("fa3::", "fa3::portable_") == str(twin._schema), op._schema
+with FakeTensorMode():
+    q, k, v = (torch.empty(2, n, 2, 64, dtype=torch.bfloat16, device="cuda:0", requires_grad=True) for n in (5, 7, 7))
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert out.requires_grad and lse.requires_grad
+    grads = ops.bwd(out, lse, q, k, v, out, lse, 0.125, -1, 0, 0, False)
+    print(tuple(out.shape), tuple(lse.shape), *(tuple(x.shape) for x in grads))
+    (q8, q_descale, _), (k8, k_descale, _) = (ops.quantize_fp8(x, *[None] * 3, False, False, 128) for x in (q, k))
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": k_descale}
+    print(tuple(fa3.flash_attn_func(q8, k8, k8, **scales).shape))
+print(fa3.checkpoint_save_ops() == [ops.portable_fwd, ops.fwd, ops.portable_fwd_fp8, ops.fwd_fp8])
+"""
+    result = run_python(code, folder=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert result.stdout.splitlines() == [
+        "(2, 5, 2, 64) (2, 2, 5) (2, 5, 2, 64) (2, 7, 2, 64) (2, 7, 2, 64)",
+        "(2, 5, 2, 64)",
+        "True",
+    ], result.stderr
 
 
 # --- explain
@@ -240,9 +386,9 @@ def test_explain_hopper(monkeypatch):
     ]
     monkeypatch.setattr("fa3._library.kernel_table", lambda: table)
     module = sys.modules["fa3._explain"]
-    monkeypatch.setattr(module, "choose_path", lambda device: "hopper")
+    monkeypatch.setattr("fa3._backend.choose_path", lambda device, function: "hopper")
     rows = {64: (0, -1), 72: (1, 2), 136: (-1, -1)}
-    monkeypatch.setattr(module, "_selected_rows", lambda dtype, head_dim, *rest: rows[head_dim])
+    monkeypatch.setattr(module, "_selected_rows", lambda q, *others: rows[q.shape[3]])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -269,15 +415,6 @@ def test_explain_hopper(monkeypatch):
 
 
 # --- FLOP counts and imports
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (2, 5), (5, 2), (7, 7), (0, 3), (3, 0)])
-def test_visible_pairs(seqlen_q, seqlen_k, causal):
-    visible = torch.ones(seqlen_q, seqlen_k)
-    if causal:
-        visible = visible.tril(seqlen_k - seqlen_q)
-    assert ops.visible_pairs(seqlen_q, seqlen_k, causal) == visible.sum()
 
 
 def test_flop_counter():

@@ -9,7 +9,7 @@ import math
 import pytest
 import reference
 import torch
-from cases import CASES, HALF_DTYPES, HEADS, LAYOUTS, LENGTHS, STRIDED, Case, fa3_with_lse, ids
+from cases import CASES, CAUSAL, FULL, HALF_DTYPES, HEADS, LAYOUTS, LENGTHS, STRIDED, Case, fa3_with_lse, ids
 from compare import check_close, check_results
 from gpu_helpers import (
     FAR,
@@ -25,7 +25,7 @@ from gpu_helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compile import Block, Calls, checkpointed_train_step, train_step
+from model import Block, Calls, checkpointed_train_step, train_step
 from tiles import BWD_HEAD_DIMS
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -284,8 +284,8 @@ EMPTY = [c for c in CASES if math.prod(c.q_shape) * math.prod(c.kv_shape) == 0]
 def test_every_element_is_written(case, deterministic):
     """Outputs and scratch memory hold NaN before the call."""
     q, k, v, dout, dlse = all_inputs(case)
-    out, lse = ops.fwd(q, k, v, 0.125, case.causal)
-    arguments = (dout, dlse, q, k, v, out, lse, 0.125, case.causal, deterministic)
+    out, lse = ops.fwd(q, k, v, 0.125, *case.op_mask)
+    arguments = (dout, dlse, q, k, v, out, lse, 0.125, *case.op_mask, deterministic)
     expected = ops.bwd(*arguments)
     with nan_in_new_memory():
         got = ops.bwd(*arguments)
@@ -361,16 +361,16 @@ def test_sum_backward():
         assert torch.equal(x.grad, y)
 
 
-@pytest.mark.parametrize("causal", MASKS)
-def test_saved_tensors_may_have_any_strides(causal):
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
+def test_saved_tensors_may_have_any_strides(mask):
     """As a compiler may choose them: not even lse need be contiguous."""
     q, k, v, dout, dlse = all_inputs(Case(2, 300, 260, 6, 2, 72))
-    out, lse = ops.fwd(q, k, v, 0.125, causal)
-    expected = ops.bwd(dout, dlse, q, k, v, out, lse, 0.125, causal, True)
+    out, lse = ops.fwd(q, k, v, 0.125, *mask)
+    expected = ops.bwd(dout, dlse, q, k, v, out, lse, 0.125, *mask, True)
     views = ANY_STRIDES["reversed_dimensions"](out), *(x.mT.contiguous().mT for x in (lse, dlse))
     assert not any(x.is_contiguous() for x in views)
     strided_out, strided_lse, strided_dlse = views
-    got = ops.bwd(dout, strided_dlse, q, k, v, strided_out, strided_lse, 0.125, causal, True)
+    got = ops.bwd(dout, strided_dlse, q, k, v, strided_out, strided_lse, 0.125, *mask, True)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
@@ -391,11 +391,11 @@ def test_saved_tensors_may_have_any_strides(causal):
 )
 def test_checks_of_the_op(name, change, message):
     q, k, v, dout, dlse = all_inputs(Case())
-    out, lse = ops.fwd(q, k, v, 0.125, False)
+    out, lse = ops.fwd(q, k, v, 0.125, *FULL)
     arguments = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse, "softmax_scale": 0.125}
     arguments[name] = change(arguments[name])
     with pytest.raises(RuntimeError, match=message):
-        ops.bwd(**arguments, causal=False, deterministic=False)
+        ops.bwd(**arguments, window_left=-1, window_right=-1, attention_chunk=0, deterministic=False)
 
 
 def test_strides_beyond_32_bits():
@@ -417,7 +417,7 @@ def test_gradients_beyond_32_bits():
     k, v = k[:, :70], v[:, :70]
 
     def grads(q, k, v, dout):
-        return ops.bwd(dout, None, q, k, v, *ops.fwd(q, k, v, 0.125, False), 0.125, False, True)
+        return ops.bwd(dout, None, q, k, v, *ops.fwd(q, k, v, 0.125, *FULL), 0.125, *FULL, True)
 
     expected = grads(q, k, v, dout)
     got = grads(*(x.expand(batch, -1, -1, -1) for x in (q, k, v, dout)))
@@ -445,8 +445,8 @@ REPEATED = [
 def differing(case: Case, dtype: torch.dtype, repeats: int, deterministic: bool, refill) -> list[bool]:
     """Whether dq, dk and dv ever differ from those of the first call, while the GPU is busy with other work too."""
     q, k, v, dout, dlse = all_inputs(case, dtype)
-    out, lse = ops.fwd(q, k, v, 0.125, case.causal)
-    arguments = (dout, dlse, q, k, v, out, lse, 0.125, case.causal, deterministic)
+    out, lse = ops.fwd(q, k, v, 0.125, *case.op_mask)
+    arguments = (dout, dlse, q, k, v, out, lse, 0.125, *case.op_mask, deterministic)
     first = ops.bwd(*arguments)
     differs = torch.zeros(3, dtype=torch.bool, device="cuda")
     for repeat in range(repeats):
@@ -526,7 +526,7 @@ def test_another_device_than_the_current_one(gpu):
 
 
 def test_no_call_waits_for_the_gpu():
-    """Asked of CUDA: it raises where a call of torch's synchronises."""
+    """Asked of CUDA: it raises where a call of torch's synchronizes."""
     q, k, v, dout, dlse = all_inputs(Case(layout="unaligned"))
     inputs = q, k, v, ANY_STRIDES["reversed_dimensions"](dout), dlse
     backward(*inputs)
@@ -559,8 +559,8 @@ def test_a_backward_follows_its_forward():
 @pytest.mark.parametrize("case", [*ONE_PER_KERNEL[:2], *STRIDED[:2], Case(seqlen_k=0)], **ids)
 def test_opcheck(case, with_dlse):
     q, k, v, dout, dlse = all_inputs(case)
-    out, lse = ops.fwd(q, k, v, 0.25, case.causal)
-    torch.library.opcheck(ops.bwd, (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, case.causal, True))
+    out, lse = ops.fwd(q, k, v, 0.25, *case.op_mask)
+    torch.library.opcheck(ops.bwd, (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, *case.op_mask, True))
 
 
 @pytest.fixture
@@ -639,7 +639,7 @@ def cases(draw) -> Case:
     softmax_scale=st.sampled_from([None, 0.05, 1.0]),
 )
 @settings(max_examples=40, derandomize=True, deadline=None)
-def test_randomised(case, dtype, deterministic, softmax_scale):
+def test_randomized(case, dtype, deterministic, softmax_scale):
     torch.manual_seed(0)
     check_case(case, dtype, deterministic, softmax_scale=softmax_scale)
 

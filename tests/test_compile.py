@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
 import sys
-from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from cases import Case
+from cases import Case, fa3_with_lse
+from model import Block, Calls, checkpointed_train_step, train_step
 from torch._dynamo.testing import CompileCounter
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
 from fa3 import ops
@@ -39,7 +38,7 @@ def _fresh_compiler():
 @pytest.mark.parametrize("case", CASES, **case_ids)
 def test_opcheck_forward(case, dtype):
     inputs = [x.detach().requires_grad_() for x in case.inputs(dtype, "cpu")]
-    torch.library.opcheck(ops.portable_fwd, (*inputs, 0.25, case.causal))
+    torch.library.opcheck(ops.portable_fwd, (*inputs, 0.25, *case.op_mask))
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
@@ -47,43 +46,21 @@ def test_opcheck_forward(case, dtype):
 def test_opcheck_backward(case, with_dlse):
     q, k, v = case.inputs(torch.bfloat16, "cpu")
     dout, dlse = case.output_grads(torch.bfloat16, "cpu")
-    out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
-    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, case.causal, True)
+    out, lse = ops.portable_fwd(q, k, v, 0.25, *case.op_mask)
+    arguments = (dout, dlse if with_dlse else None, q, k, v, out, lse, 0.25, *case.op_mask, True)
     torch.library.opcheck(ops.portable_bwd, arguments)
 
 
 @pytest.mark.parametrize("case", CASES, **case_ids)
 def test_fake_outputs_are_like_the_real_ones(case):
     q, k, v = case.inputs(torch.bfloat16, "cpu")
-    out, lse = ops.portable_fwd(q, k, v, 0.25, case.causal)
+    out, lse = ops.portable_fwd(q, k, v, 0.25, *case.op_mask)
     dout, dlse = case.output_grads(torch.bfloat16, "cpu")
-    arguments = (dout, dlse, q, k, v, out, lse, 0.25, case.causal, False)
+    arguments = (dout, dlse, q, k, v, out, lse, 0.25, *case.op_mask, False)
     grads = ops.portable_bwd(*arguments)
-    fakes = ops._fake_forward(q, k, v, 0.25, case.causal) + ops._fake_backward(*arguments)
+    fakes = ops._fake_forward(q, k, v, 0.25, *case.op_mask) + ops._fake_backward(*arguments)
     for real, fake in zip((out, lse, *grads), fakes, strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
-
-
-class Block(torch.nn.Module):
-    """Attention as a model uses it: projections, a fused qkv, grouped heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(64, (4 + 2 * 2) * 16)
-        self.out = torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        attended, lse = fa3.flash_attn_func(q, k, v, causal=True, deterministic=True, return_lse=True)
-        return self.out(attended.flatten(2)) + lse.mean()
-
-
-def train_step(block: torch.nn.Module, x: torch.Tensor, call: Callable | None = None) -> list[torch.Tensor]:
-    """Loss and gradients of the block, or of another way to call it."""
-    block.zero_grad()
-    loss = (call or block)(x).square().mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in block.parameters())]
 
 
 def test_fullgraph_train_step():
@@ -153,6 +130,84 @@ def test_other_lengths_do_not_recompile(causal, needs_grad):
     assert counter.frame_count <= 2
 
 
+@pytest.fixture
+def unknown_lengths():
+    """The compiler takes numbers out of tensors, and the sizes of boolean indexing, as unknowns of one graph."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+UNKNOWN_LENGTHS = {
+    "one": lambda q, k, v, n, m, mask: (q[:, :n], k[:, :n], v[:, :n]),
+    "two": lambda q, k, v, n, m, mask: (q[:, :n], k[:, :m], v[:, :m]),
+    "of q": lambda q, k, v, n, m, mask: (q[:, :n], k, v),
+    "of k and v": lambda q, k, v, n, m, mask: (q, k[:, :n], v[:, :n]),
+    "boolean mask": lambda q, k, v, n, m, mask: (q[:, mask], k[:, mask], v[:, mask]),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", UNKNOWN_LENGTHS)
+def test_lengths_that_the_compiler_does_not_know(lengths, causal, needs_grad, unknown_lengths):
+    q, k, v = Case(seqlen_q=20, seqlen_k=20, num_heads_q=4, head_dim=16).inputs(torch.float32, "cpu")
+    q.requires_grad_(needs_grad)
+
+    def function(q, k, v, n, m, mask):
+        return fa3.flash_attn_func(*UNKNOWN_LENGTHS[lengths](q, k, v, n.item(), m.item(), mask), causal=causal)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for n, m in ((7, 9), (12, 5), (20, 20)):
+        arguments = (torch.tensor(n), torch.tensor(m), torch.arange(20) < n)
+        got, expected = compiled(q, k, v, *arguments), function(q, k, v, *arguments)
+        torch.testing.assert_close(got, expected)
+        if needs_grad:
+            (dq,), (expected_dq,) = (torch.autograd.grad(x.sum(), q) for x in (got, expected))
+            torch.testing.assert_close(dq, expected_dq)
+
+
+NUMPY_OPTIONS = {
+    "causal": lambda q, x: {"causal": np.bool_(x > 1)},
+    "float16": lambda q, x: {"softmax_scale": np.float16(x)},
+    "float32": lambda q, x: {"softmax_scale": np.float32(x)},
+    "float64": lambda q, x: {"softmax_scale": np.float64(x)},
+    "array": lambda q, x: {"softmax_scale": np.array(x)},
+    "window": lambda q, x: {"window_size": (np.int64(-1), np.int64(0 if x > 1 else -1))},
+}
+
+
+@pytest.mark.parametrize("option", NUMPY_OPTIONS)
+def test_numpy_numbers_and_flags(option):
+    """As arguments, which the compiler may leave to eager mode; other values are not taken for the first ones."""
+    q, k, v = Case(seqlen_q=9, seqlen_k=9, head_dim=8).inputs(torch.float32, "cpu")
+    compiled = torch.compile(fa3.flash_attn_func, backend="aot_eager")
+    for x in (0.5, 2.0, 0.25):
+        options = NUMPY_OPTIONS[option](q, x)
+        torch.testing.assert_close(compiled(q, k, v, **options), fa3.flash_attn_func(q, k, v, **options))
+
+
+@pytest.mark.parametrize("function", [fa3.flash_attn_func, fa3.flash_attn_fp8_func])
+def test_numpy_scale_in_one_graph(function):
+    def attend(q, k, v):
+        return function(q, k, v, softmax_scale=1 / np.sqrt(q.shape[-1]))
+
+    q, k, v = Case(seqlen_q=9, seqlen_k=9).inputs(torch.float32, "cpu")
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", [Case(), Case(num_heads_q=4, seqlen_k=200, causal=True)], **case_ids)
+def test_results_are_no_views(case, backend):
+    inputs = [x.requires_grad_() for x in case.inputs(torch.bfloat16, "cpu")]
+    compiled = torch.compile(functools.partial(fa3_with_lse, causal=case.causal), fullgraph=True, backend=backend)
+    out, lse = compiled(*inputs)
+    for x in (*torch.autograd.grad(out.float().sum() + lse.sum(), inputs), out, lse):
+        assert not x._is_view()
+        x.mul_(2)
+        x.detach_()
+
+
 def test_torchs_deterministic_switch_is_a_guard():
     """A compiled function follows torch.use_deterministic_algorithms."""
     q, k, v = Case(seqlen_q=9, seqlen_k=9, head_dim=8).inputs(torch.float32, "cpu")
@@ -170,28 +225,6 @@ def test_torchs_deterministic_switch_is_a_guard():
         finally:
             torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
-
-
-class Calls(TorchDispatchMode):
-    """How often each op of fa3 ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fa3":
-            self.count[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def checkpointed_train_step(block: torch.nn.Module, x: torch.Tensor, saves: bool) -> list[torch.Tensor]:
-    """train_step under activation checkpointing, with or without fa3.checkpoint_save_ops()."""
-    options = {}
-    if saves:
-        save_ops = fa3.checkpoint_save_ops()
-        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, save_ops)
-    return train_step(block, x, functools.partial(checkpoint.checkpoint, block, use_reentrant=False, **options))
 
 
 @pytest.mark.parametrize(("saves", "forwards"), [(False, 2), (True, 1)])

@@ -385,7 +385,7 @@ def test_another_device_than_the_current_one(gpu):
 
 
 def test_no_call_waits_for_the_gpu(gpu):
-    """Asked of CUDA: it raises where a call of torch's synchronises."""
+    """Asked of CUDA: it raises where a call of torch's synchronizes."""
     inputs = Case(layout="unaligned").inputs(torch.bfloat16, gpu)
     forward(*inputs)
     torch.cuda.set_sync_debug_mode("error")
@@ -401,7 +401,7 @@ def test_no_call_waits_for_the_gpu(gpu):
 @pytest.mark.parametrize("case", [*ONE_PER_KERNEL[:2], *STRIDED[:2], Case(seqlen_k=0)], **ids)
 def test_opcheck(case, gpu):
     inputs = [x.detach().requires_grad_() for x in case.inputs(torch.bfloat16, gpu)]
-    torch.library.opcheck(ops.fwd, (*inputs, 0.25, case.causal, True))
+    torch.library.opcheck(ops.fwd, (*inputs, 0.25, *case.op_mask, True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -416,7 +416,7 @@ def test_compiled_forward(causal, gpu):
 # --- drawn at random, and under compute-sanitizer
 
 
-def test_randomised(seed, gpu):
+def test_randomized(seed, gpu):
     """Cases for half a minute; the failing one is the last that is printed."""
     rng = random.Random(seed)
     end = time.monotonic() + 30

@@ -8,14 +8,14 @@ import math
 import pytest
 import reference
 import torch
-from cases import ids
+from cases import FULL, ids
+from fp8_helpers import Fp8Case, all_dequantized
 from gpu_helpers import run_sanitizer
-from test_fp8 import Fp8Case, all_dequantised
 from tiles import FWD_FP8_TILES
 
 import fa3
 from fa3 import ops
-from fa3.fp8_portable import E4M3, FP8_BLOCK, transpose_v
+from fa3.fp8_format import E4M3, FP8_SCALE_ROWS, transpose_v
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +86,7 @@ def check_error(
     out, lse = attend(tensors, scales, **options, v_transposed=v_transposed, return_lse=True)
     with fa3.backend("portable"):
         simulated, simulated_lse = fa3.flash_attn_func(*tensors, **scales, **options, return_lse=True)
-    q, k, v = all_dequantised(tensors, scales)
+    q, k, v = all_dequantized(tensors, scales)
     truth, true_lse = reference.attention(q, k, v, **options)
     assert out.shape == truth.shape
     assert out.dtype == torch.bfloat16
@@ -280,13 +280,13 @@ def test_wrong_scales_are_refused_by_the_op():
     tensors, scales = gpu_inputs(Fp8Case())
     wrong = scales | {"k_descale": scales["k_descale"][:, :1]}
     with pytest.raises(RuntimeError, match=r"fwd_fp8: k_descale must have the shape \(2, 2, 2 or 1\), got \(2, 1, 2\)"):
-        ops.fwd_fp8(*tensors, *wrong.values(), 1.0, False, False)
+        ops.fwd_fp8(*tensors, *wrong.values(), 1.0, *FULL, False)
 
 
 def test_wrong_transposed_v_is_refused_by_the_op():
     (q, k, v), scales = gpu_inputs(Fp8Case())
     with pytest.raises(RuntimeError, match=r"fwd_fp8: v must have the shape \(batch, num_heads_kv, head_dim, whole"):
-        ops.fwd_fp8(q, k, v, *scales.values(), 1.0, False, False, True)
+        ops.fwd_fp8(q, k, v, *scales.values(), 1.0, *FULL, False, True)
 
 
 def test_explain_names_the_kernel():
@@ -294,7 +294,7 @@ def test_explain_names_the_kernel():
     explanation = fa3.explain(q, k, v)
     assert (explanation.path, explanation.backward) == ("hopper", "refused")
     assert explanation.kernel["name"] == "fwd_e4m3_hdim128"
-    assert explanation.tile[1] == FP8_BLOCK
+    assert explanation.tile[1] == FP8_SCALE_ROWS
 
 
 @each_tile
@@ -308,7 +308,7 @@ def test_explain_names_every_kernel(tile):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_from_16_bits(head_dim, dtype):
-    """Quantised and attended on the GPU, as on the CPU and near the 16-bit attention; gradients straight through."""
+    """Quantized and attended on the GPU, as on the CPU and near the 16-bit attention; gradients straight through."""
     case = Fp8Case(2, 300, 300, 4, 2, head_dim, True)
     q, k, v = case.inputs(dtype, "cuda")
     out = fa3.flash_attn_fp8_func(q, k, v, causal=True, smooth_k=True)

@@ -8,12 +8,27 @@ import random
 import pytest
 import reference
 import torch
-from cases import CASES, HALF_DTYPES, RECTANGULAR, SQUARE, STRIDED, Case, draw, fa3_with_lse, ids
+from cases import (
+    CASES,
+    CAUSAL,
+    FULL,
+    HALF_DTYPES,
+    RECTANGULAR,
+    SQUARE,
+    STRIDED,
+    WINDOWED,
+    Case,
+    draw,
+    fa3_with_lse,
+    ids,
+)
 from compare import check_close, check_results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
-from fa3 import portable
+from fa3 import ops
+from fa3.mask import Mask
+from fa3.portable import attention as portable
 
 FULL_DTYPES = (torch.float32, torch.float64)
 
@@ -65,8 +80,43 @@ def test_full_precision(case, dtype, device):
 @pytest.mark.parametrize("case", SQUARE[6:14] + RECTANGULAR[16:], **ids)
 def test_many_tiles(case, dtype, device, small_tiles, monkeypatch):
     """The tiled forward also where torch's CPU attention would be taken."""
-    monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+    monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     check_case(case, dtype, device)
+
+
+def attend_by_op(q, k, v, causal, window_size, attention_chunk):
+    """The op, which offers more masks than the public function."""
+    mask = Mask.resolve(causal, window_size, attention_chunk)
+    return ops.portable_fwd(q, k, v, q.shape[3] ** -0.5, mask.left, mask.right, mask.chunk)
+
+
+@pytest.mark.parametrize("tiles", ["large", "small"])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), **ids)
+@pytest.mark.parametrize("case", WINDOWED, **ids)
+def test_windows_and_chunks(case, dtype, tiles, device, request):
+    if tiles == "small":
+        request.getfixturevalue("small_tiles")
+    q, k, v = case.inputs(dtype, device)
+    dout, dlse = case.output_grads(dtype, device)
+    options = {**case.mask_options, "dout": dout, "dlse": dlse}
+    got = reference.run(attend_by_op, q, k, v, **options)
+    truth, baseline = (f(q, k, v, **options) for f in (reference.truth, reference.baseline))
+    check_results(got, truth, baseline, rms=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "same"),
+    [
+        ((299, 128, 0), FULL),  # the last query reaches back to key 0, the first one forward to the last key
+        ((-1, -1, 300), FULL),
+        ((1000, 0, 2**40), CAUSAL),
+        ((299, 0, 0), CAUSAL),
+    ],
+)
+def test_limits_that_hide_nothing_change_no_bit(mask, same):
+    q, k, v = Case(seqlen_k=300).inputs(torch.bfloat16, "cpu")
+    for got, expected in zip(*(ops.portable_fwd(q, k, v, 0.125, *m) for m in (mask, same)), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("softmax_scale", [1e-3, 1.0, 3])
@@ -74,7 +124,7 @@ def test_softmax_scale(softmax_scale, device):
     check_case(Case(causal=True, seqlen_k=200), torch.bfloat16, device, softmax_scale=softmax_scale)
 
 
-def test_randomised(seed, device):
+def test_randomized(seed, device):
     rng = random.Random(seed)
     for _ in range(20):
         case, dtype = draw(rng, max_seqlen=250), rng.choice(HALF_DTYPES)
@@ -134,27 +184,27 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def _run_directly(seqlen_q: int, seqlen_k: int, causal: bool) -> _Largest:
+def _run_directly(seqlen_q: int, seqlen_k: int, mask: Mask) -> _Largest:
     q = torch.randn(1, seqlen_q, 1, 8)
     k = torch.randn(1, seqlen_k, 1, 8)
     with _Largest() as largest:
-        out, lse = portable.tiled_forward(q, k, k, 1.0, causal)
-        portable.backward(out, lse, q, k, k, out, lse, 1.0, causal)
+        out, lse = portable.tiled_forward(q, k, k, 1.0, mask)
+        portable.backward(out, lse, q, k, k, out, lse, 1.0, mask.left, mask.right, mask.chunk)
     return largest
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear_in_seqlen(causal):
     seqlen = 4096
-    assert _run_directly(seqlen, seqlen, causal).numel <= max(portable._TILE_ELEMENTS["cpu"], seqlen * 8)
+    assert _run_directly(seqlen, seqlen, Mask.resolve(causal)).numel <= max(portable._TILE_ELEMENTS["cpu"], seqlen * 8)
     assert portable._TILE_ELEMENTS["cpu"] <= seqlen**2 // 32
 
 
 def test_hidden_tiles_are_skipped(small_tiles):
     """7 products per tile, forward and backward; causal visits 10 of 16 tiles, and none of queries without keys."""
-    assert _run_directly(64, 64, causal=False).products == 7 * 16
-    assert _run_directly(64, 64, causal=True).products == 7 * 10
-    assert _run_directly(64 + 160, 64, causal=True).products == 7 * 10
+    assert _run_directly(64, 64, Mask()).products == 7 * 16
+    assert _run_directly(64, 64, Mask(right=0)).products == 7 * 10
+    assert _run_directly(64 + 160, 64, Mask(right=0)).products == 7 * 10
 
 
 def test_rows_without_keys_ignore_their_gradient(device):
@@ -179,7 +229,7 @@ def test_rows_without_keys_ignore_their_gradient(device):
 def test_very_low_score_keeps_its_weight(tiled, causal, device, monkeypatch):
     """A key with a raw score of -524288, alone, has weight 1."""
     if tiled:
-        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     q = torch.full((1, 1, 1, 8), 256.0, dtype=torch.bfloat16, device=device)
     k, v = -q, torch.randn_like(q)
     assert (q.float() * k.float()).sum() == -524288
@@ -192,7 +242,7 @@ def test_very_low_score_keeps_its_weight(tiled, causal, device, monkeypatch):
 @pytest.mark.parametrize("magnitude", [1e2, 1e4, 3e8])
 def test_scores_of_any_size_stay_finite(magnitude, tiled, device, monkeypatch, small_tiles):
     if tiled:
-        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     case = Case(causal=True)
     q, k, v = case.inputs(torch.bfloat16, device)
     options = {"dout": torch.randn_like(q), "causal": True, "softmax_scale": 0.5}
@@ -207,11 +257,25 @@ def test_scores_of_any_size_stay_finite(magnitude, tiled, device, monkeypatch, s
         check_close("out", got.out, truth.out, baseline.out)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("others", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize("score", [1e4, 2.4e5, 7e5, 1e6])
+def test_error_where_keys_share_a_large_channel(score, others, causal):
+    """All scaled scores of a row are near `score`; the other channels, of this size, tell the keys apart."""
+    q, k, v = Case(1, 300, 300).inputs(torch.float32, "cpu")
+    q, k = others * q, others * k
+    q[..., 3] = k[..., 3] = (8 * score) ** 0.5
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    options = {"causal": causal, "dout": torch.randn_like(q), "dlse": torch.randn(1, 2, 300)}
+    got = reference.run(fa3_with_lse, q, k, v, **options)
+    check_results(got, reference.truth(q, k, v, **options), reference.baseline(q, k, v, **options), rms=True)
+
+
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_propagates(where, tiled, device, monkeypatch):
     if tiled:
-        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, causal: False)
+        monkeypatch.setattr(portable, "sdpa_covers", lambda q, k, mask: False)
     q, k, v = Case().inputs(torch.bfloat16, device)
     {"q": q, "k": k, "v": v}[where][0, 17, 1, 3] = math.nan
     got, expected = (reference.Results(*f(q, k, v)) for f in (fa3_with_lse, reference.attention))
@@ -260,11 +324,12 @@ def test_repeats_are_bit_equal(device):
 @pytest.mark.parametrize("dtype", HALF_DTYPES, **ids)
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_cpu_attention_meets_the_rule(dtype, causal):
-    """What portable.py relies on: out and lse of torch's fused CPU kernel, at a length of several of its blocks."""
+    """The portable path relies on torch's fused CPU kernel: its out and lse at a length of several of its blocks."""
     case = Case(batch=1, seqlen_q=1500, seqlen_k=1500, num_heads_q=4, head_dim=128, causal=causal)
     q, k, v = case.inputs(dtype, "cpu")
-    assert portable.sdpa_covers(q, k, causal)
-    got = reference.Results(*portable.forward(q, k, v, 128**-0.5, causal))
+    mask = Mask.resolve(causal)
+    assert portable.sdpa_covers(q, k, mask)
+    got = reference.Results(*portable.forward(q, k, v, 128**-0.5, mask.left, mask.right, mask.chunk))
     options = {"causal": causal}
     check_results(got, reference.truth(q, k, v, **options), reference.baseline(q, k, v, **options), rms=True)
     assert (got.lse - reference.truth(q, k, v, **options).lse).abs().max() < 2e-4

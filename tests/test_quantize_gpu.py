@@ -1,4 +1,4 @@
-"""The quantiser to e4m3 against float64, and against everything else that a call on a GPU promises."""
+"""The quantizer to e4m3 against float64, and against everything else that a call on a GPU promises."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from fa3 import _library
-from fa3.fp8_portable import transpose_v
+from fa3.fp8_format import FP8_SCALE_ROWS, transpose_v
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-BLOCK = 128  # rows that share a scale
+BLOCK = FP8_SCALE_ROWS  # rows that share a scale
 LARGEST = 448.0  # of e4m3
 HEAD_DIMS = (16, 64, 72, 96, 128, 192, 256)
 LENGTHS = (1, 127, 128, 129, 300)
@@ -178,7 +178,7 @@ def reference(
 
 
 def ordinal(x8: Tensor) -> Tensor:
-    """Numbers that are one apart for neighbouring values of e4m3; 0 for both zeros."""
+    """Numbers that are one apart for neighboring values of e4m3; 0 for both zeros."""
     code = x8.view(torch.uint8).int()
     return torch.where(code < 128, code, 128 - code)
 
@@ -241,7 +241,7 @@ def test_transform_of_single_columns(case):
     torch.testing.assert_close(descale, torch.full_like(descale, case.head_dim**-0.5 / LARGEST))
 
 
-def test_dequantised_values_are_near():
+def test_dequantized_values_are_near():
     arguments = Case(rotary_dim=128, smooth=True).arguments()
     x8, descale, mean = quantize(**arguments)
     y = x8.double() * descale.repeat_interleave(BLOCK, 2)[:, :, :300].transpose(1, 2)[..., None] + mean[:, None]
@@ -499,7 +499,7 @@ def test_another_device_than_the_current_one(gpu):
 
 
 def test_no_call_waits_for_the_gpu():
-    """Asked of CUDA: it raises where a call of torch's synchronises."""
+    """Asked of CUDA: it raises where a call of torch's synchronizes."""
     arguments = [case.arguments() for case in EVERYTHING]
     for each in arguments:
         quantize(**each)

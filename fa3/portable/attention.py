@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fa3.mask import Mask
+
 # Scores per tile. CPU: S, dP and the mask of a tile stay in the last-level cache. GPU: few enough launches.
 _TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 _MIN_TILE = 64
@@ -27,9 +29,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sdpa_covers(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
-    """Whether torch's own CPU attention computes this call exactly (its causal mask is aligned to the top left)."""
-    return q.device.type == "cpu" and q.numel() > 0 and k.numel() > 0 and (not causal or q.shape[1] == k.shape[1])
+def sdpa_covers(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> bool:
+    """Whether torch's own CPU attention computes this call exactly; the mask is simplified.
+
+    torch's causal mask is aligned to the top left, and so is the same on squares only.
+    """
+    if q.device.type != "cpu" or q.numel() == 0 or k.numel() == 0:
+        return False
+    return mask == Mask() or (mask == Mask(right=0) and q.shape[1] == k.shape[1])
 
 
 def forward(
@@ -37,20 +44,23 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_scale: float,
-    causal: bool,
+    window_left: int,
+    window_right: int,
+    attention_chunk: int,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (b, sq, h, d), k and v (b, sk, hk, d) -> contiguous out (b, sq, h, d) and lse (b, h, sq).
 
     `deterministic` changes nothing, here and in `backward`: every sum has a fixed order.
     """
-    if sdpa_covers(q, k, causal):
-        return _sdpa_forward(q, k, v, softmax_scale, causal)
-    return tiled_forward(q, k, v, softmax_scale, causal)
+    mask = Mask(window_left, window_right, attention_chunk).simplified(q.shape[1], k.shape[1])
+    if sdpa_covers(q, k, mask):
+        return _sdpa_forward(q, k, v, softmax_scale, mask)
+    return tiled_forward(q, k, v, softmax_scale, mask)
 
 
 def _sdpa_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, mask: Mask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """torch's fused CPU kernel. Its lse is a natural logarithm in float32 (float64 for float64 inputs).
 
@@ -59,10 +69,14 @@ def _sdpa_forward(
     above it with grouped heads, and the tiled backward below is as fast.
     """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=softmax_scale
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, mask == Mask(right=0), scale=softmax_scale
     )
-    # Both are contiguous in value already or after one copy; the views drop odd strides of dimensions of size 1.
-    return out.transpose(1, 2).flatten().view(q.shape), lse.flatten().view(lse.shape)
+    return _contiguous_copy(out.transpose(1, 2)), _contiguous_copy(lse)
+
+
+def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own memory, which autograd does not take for a view: callers may change results in place."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def tile_sizes(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
@@ -82,44 +96,30 @@ class _Tiling:
     seqlen_q: int
     seqlen_k: int
     group_size: int
-    causal: bool
+    mask: Mask
     tile_q: int
     tile_k: int
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, causal: bool) -> _Tiling:
-        return cls(q.shape[1], k.shape[1], q.shape[2] // k.shape[2], causal, *tile_sizes(q, k))
-
-    @property
-    def offset(self) -> int:
-        """Causal, aligned to the bottom right: query i sees keys j <= i + offset."""
-        return self.seqlen_k - self.seqlen_q
-
-    @property
-    def first_query(self) -> int:
-        """The queries before this one see no key."""
-        if self.seqlen_k == 0:
-            return self.seqlen_q
-        return max(0, -self.offset) if self.causal else 0
+    def of(cls, q: torch.Tensor, k: torch.Tensor, mask: Mask) -> _Tiling:
+        return cls(q.shape[1], k.shape[1], q.shape[2] // k.shape[2], mask, *tile_sizes(q, k))
 
     def query_tiles(self) -> list[tuple[int, int]]:
-        return _split(self.first_query, self.seqlen_q, self.tile_q)
+        """The tiles of all queries that see a key."""
+        return _split(self.mask.first_query(self.seqlen_q, self.seqlen_k), self.seqlen_q, self.tile_q)
 
-    def key_tiles(self, last_query: int) -> list[tuple[int, int]]:
-        """The tiles that some query before last_query sees; what causal masking hides entirely is not visited."""
-        end = min(self.seqlen_k, last_query + self.offset) if self.causal else self.seqlen_k
-        return _split(0, end, self.tile_k)
+    def key_tiles(self, queries: tuple[int, int]) -> list[tuple[int, int]]:
+        """The tiles that some of these queries see; what the mask hides entirely is not visited."""
+        return _split(*self.mask.keys_of_tile(queries, self.seqlen_q, self.seqlen_k), self.tile_k)
 
     def rows(self, queries: tuple[int, int]) -> slice:
         return slice(queries[0] * self.group_size, queries[1] * self.group_size)
 
     def mask_(self, scores: torch.Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> None:
         """Sets the hidden scores of a tile (batches, rows, keys) to -inf, in place."""
-        if not self.causal or keys[1] - 1 <= queries[0] + self.offset:
-            return
-        last_key = torch.arange(queries[0], queries[1], device=scores.device)[:, None, None] + self.offset
-        hidden = torch.arange(*keys, device=scores.device) > last_key  # (queries, 1, keys)
-        scores.unflatten(1, (-1, self.group_size)).masked_fill_(hidden, -math.inf)
+        hidden = self.mask.hidden(queries, keys, self.seqlen_q, self.seqlen_k, scores.device)
+        if hidden is not None:
+            scores.unflatten(1, (-1, self.group_size)).masked_fill_(hidden[:, None], -math.inf)
 
 
 def _split(begin: int, end: int, step: int) -> list[tuple[int, int]]:
@@ -185,11 +185,11 @@ def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None
 
 
 def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, mask: Mask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward by tiles; shapes as in `forward`."""
     num_heads_kv = k.shape[2]
-    tiling = _Tiling.of(q, k, causal)
+    tiling = _Tiling.of(q, k, mask)
     operand_dtype, dtype = _operand_dtype(q), accumulate_dtype(q.dtype)
     packed_q = _pack_queries(q, num_heads_kv, operand_dtype)  # (b * hk, sq * group_size, d)
     packed_k, packed_v = _pack_keys(k, operand_dtype), _pack_keys(v, operand_dtype)  # (b * hk, sk, d)
@@ -204,7 +204,7 @@ def tiled_forward(
         tile_out = packed_out[:, rows]
         row_max = packed_lse[:, rows].clone()  # of the raw scores, -inf so far
         row_sum = torch.zeros_like(row_max)
-        for keys in tiling.key_tiles(queries[1]):
+        for keys in tiling.key_tiles(queries):
             scores = _product(tile_q, packed_k[:, slice(*keys)].mT)
             tiling.mask_(scores, queries, keys)
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
@@ -222,7 +222,7 @@ def tiled_forward(
 
     out = _unpack_queries(packed_out, q, num_heads_kv)
     lse = packed_lse.view(q.shape[0], num_heads_kv, tiling.seqlen_q, tiling.group_size).transpose(2, 3)
-    return out, lse.contiguous().view(q.shape[0], q.shape[2], tiling.seqlen_q)
+    return out, _contiguous_copy(lse.flatten(1, 2))
 
 
 def backward(
@@ -234,22 +234,35 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     softmax_scale: float,
-    causal: bool,
+    window_left: int,
+    window_right: int,
+    attention_chunk: int,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Contiguous dq, dk, dv of a forward on any path. dout may have any strides; dlse of None means zero.
+    """Contiguous dq, dk, dv of a `forward`. dout may have any strides; dlse of None means zero.
 
     With P = exp(softmax_scale * S - lse), dP = dO V^T and D = rowsum(dO * O) - dlse:
     dV = P^T dO,  dS = P * (dP - D),  dQ = softmax_scale * dS K,  dK = softmax_scale * dS^T Q.
+
+    P must fit D, or dS does not sum to 0 over the keys, and dQ is wrong in channels that all keys share; and P must sum
+    to 1. torch's forward and this backward round a score differently, by up to 2^-24 of the largest one in float32, and
+    lse is rounded as much. Where that is not far below the rounding of 16-bit inputs, the CPU computes lse, in two
+    parts, and D = rowsum(P * dP) - dlse again from the scores of the backward: two more products for five.
     """
     num_heads_kv = k.shape[2]
-    tiling = _Tiling.of(q, k, causal)
+    mask = Mask(window_left, window_right, attention_chunk).simplified(q.shape[1], k.shape[1])
+    tiling = _Tiling.of(q, k, mask)
     operand_dtype, dtype = _operand_dtype(q), accumulate_dtype(q.dtype)
     packed_q = _pack_queries(q, num_heads_kv, operand_dtype)  # (b * hk, sq * group_size, d)
     packed_dout = _pack_queries(dout, num_heads_kv, operand_dtype)
     packed_k, packed_v = _pack_keys(k, operand_dtype), _pack_keys(v, operand_dtype)  # (b * hk, sk, d)
-    packed_lse = _pack_rows(lse, num_heads_kv)  # (b * hk, sq * group_size, 1)
-    packed_d = (_pack_queries(out, num_heads_kv, dtype) * packed_dout).sum(-1, keepdim=True)
+    if q.device.type == "cpu" and _largest_score(q, k, softmax_scale) > _LARGE_SCORE:
+        packed_lse, lse_rest, packed_d = _lse_and_d_again(
+            packed_q, packed_k, packed_v, packed_dout, softmax_scale, tiling
+        )
+    else:
+        packed_lse, lse_rest = _pack_rows(lse, num_heads_kv), None  # (b * hk, sq * group_size, 1)
+        packed_d = (_pack_queries(out, num_heads_kv, dtype) * packed_dout).sum(-1, keepdim=True)
     if dlse is not None:
         packed_d -= _pack_rows(dlse, num_heads_kv)
 
@@ -260,12 +273,15 @@ def backward(
     for queries in tiling.query_tiles():
         rows = tiling.rows(queries)
         tile_q, tile_dout = packed_q[:, rows], packed_dout[:, rows]
-        for begin, end in tiling.key_tiles(queries[1]):
+        for begin, end in tiling.key_tiles(queries):
             keys = slice(begin, end)
             scores = _product(tile_q, packed_k[:, keys].mT)
             tiling.mask_(scores, queries, (begin, end))
             # P is at most 1; the rounding of a huge lse must not say otherwise.
-            p = scores.mul_(softmax_scale).sub_(packed_lse[:, rows]).clamp_(max=0.0).exp_()
+            p = scores.mul_(softmax_scale).sub_(packed_lse[:, rows])
+            if lse_rest is not None:
+                p.sub_(lse_rest[:, rows])
+            p.clamp_(max=0.0).exp_()
             _add_product_(packed_dv[:, keys], p.mT, tile_dout)
             ds = _product(tile_dout, packed_v[:, keys].mT).sub_(packed_d[:, rows]).mul_(p)
             _add_product_(packed_dq[:, rows], ds, packed_k[:, keys])
@@ -273,3 +289,47 @@ def backward(
 
     dq = _unpack_queries(packed_dq.mul_(softmax_scale), q, num_heads_kv)
     return dq, _unpack_keys(packed_dk.mul_(softmax_scale), k), _unpack_keys(packed_dv, v)
+
+
+# Above this score, rounding costs P more than 2^-12.
+_LARGE_SCORE = 2.0**12
+
+
+def _largest_score(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> float:
+    """A bound of all scaled scores, and of the sums of some of their products: by the norms of q and k."""
+    if q.numel() == 0 or k.numel() == 0:
+        return 0.0
+    norms = (torch.linalg.vector_norm(x, dim=-1, dtype=accumulate_dtype(x.dtype)).amax().item() for x in (q, k))
+    return softmax_scale * math.prod(norms)
+
+
+def _lse_and_d_again(
+    packed_q: torch.Tensor,
+    packed_k: torch.Tensor,
+    packed_v: torch.Tensor,
+    packed_dout: torch.Tensor,
+    softmax_scale: float,
+    tiling: _Tiling,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """lse in two parts that are added, and rowsum(P * dP), from the scores of `backward`; each (batches, rows, 1)."""
+    shape, dtype = (*packed_q.shape[:2], 1), accumulate_dtype(packed_q.dtype)
+    packed_max, packed_sum, packed_d = (
+        torch.full(shape, x, dtype=dtype, device=packed_q.device) for x in (-math.inf, 0.0, 0.0)
+    )
+    for queries in tiling.query_tiles():
+        rows = tiling.rows(queries)
+        row_max, row_sum, d = packed_max[:, rows], packed_sum[:, rows], packed_d[:, rows]
+        for begin, end in tiling.key_tiles(queries):
+            scores = _product(packed_q[:, rows], packed_k[:, begin:end].mT)
+            tiling.mask_(scores, queries, (begin, end))
+            scores.mul_(softmax_scale)
+            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+            # As in tiled_forward: a row that has met only scores of -inf.
+            subtracted = new_max.masked_fill(new_max == -math.inf, 0.0)
+            p = scores.sub_(subtracted).exp_()
+            rescale = (row_max - subtracted).exp_()
+            row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+            dp = _product(packed_dout[:, rows], packed_v[:, begin:end].mT)
+            d.mul_(rescale).add_(dp.mul_(p).sum(-1, keepdim=True))
+            row_max.copy_(new_max)
+    return packed_max, packed_sum.log(), packed_d.div_(packed_sum)

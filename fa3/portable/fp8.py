@@ -1,4 +1,4 @@
-"""FP8 in plain PyTorch: the quantiser, and the forward in the arithmetic of the Hopper kernel, on any device.
+"""FP8 in plain PyTorch: the quantizer, and the forward in the arithmetic of the Hopper kernel, on any device.
 
 The forward is a simulation, for CPUs and for tests: it rounds where the kernel rounds (P to e4m3) and sums in float32
 as the kernel does, in the kernel's order of key blocks. It is not fast. Products of e4m3 values are exact in float32,
@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = torch.finfo(E4M3).max
-FP8_BLOCK = 128
-"""Rows (queries or keys) of one scale, and keys of one step of the forward."""
+from fa3.fp8_format import E4M3, E4M3_MAX, FP8_SCALE_ROWS, num_scales, transpose_v, untranspose_v
+from fa3.mask import Mask
 
 # P is computed times 2^8, the largest power of 2 that e4m3 holds, so that it lies in [0, 256]. Below 2^-9 e4m3 holds
 # nothing but 0. In [0, 1] that is a score of 6.2 below the largest one, and thousands of such keys may outweigh it.
@@ -25,38 +23,10 @@ _P_SHIFT = 8.0
 _TILE_ELEMENTS = 1 << 21
 
 
-def num_scales(seqlen: int, block_size: int) -> int:
-    """Scales per batch and head, for blocks of block_size rows; 0 is one block of all rows."""
-    return -(-seqlen // block_size) if block_size else 1
-
-
-def num_transposed_keys(seqlen: int) -> int:
-    """The length of a line of transposed V: all keys, and zeros to the end of the last step of the forward."""
-    return num_scales(seqlen, FP8_BLOCK) * FP8_BLOCK
-
-
-def transpose_v(v: Tensor) -> Tensor:
-    """V (b, s, h, d), e4m3, as the product P V reads it: (b, h, d, n), n = num_transposed_keys(s), a line per channel.
-
-    A line has its keys, of every 16, in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, in which P lies in the
-    registers of an accumulator (csrc/fwd/fp8_layout.h): key 8 i + 2 j + l has position 4 j + 2 i + l. Keys from s on
-    are zeros.
-    """
-    seqlen = v.shape[1]
-    lines = F.pad(v.view(torch.uint8).permute(0, 2, 3, 1), (0, num_transposed_keys(seqlen) - seqlen))  # (b, h, d, n)
-    return lines.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4).view(E4M3)
-
-
-def untranspose_v(v: Tensor, seqlen: int) -> Tensor:
-    """Transposed V (b, h, d, n) -> (b, s, h, d), contiguous: the inverse of transpose_v."""
-    lines = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
-    return lines[..., :seqlen].permute(0, 3, 1, 2).contiguous().view(E4M3)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of x (b, s, h, d), at the dtype of x: row i is turned by the angles of cos[i] and sin[i].
 
-    cos, sin (>= s, rotary_dim / 2). The pairs that turn are neighbours (interleaved) or the two halves of the first
+    cos, sin (>= s, rotary_dim / 2). The pairs that turn are neighbors (interleaved) or the two halves of the first
     rotary_dim channels; the other channels stay. -sin turns back.
     """
     num_pairs = cos.shape[1]
@@ -132,7 +102,9 @@ def forward(
     k_descale: Tensor,
     v_descale: Tensor,
     softmax_scale: float,
-    causal: bool,
+    window_left: int,
+    window_right: int,
+    attention_chunk: int,
     out_fp16: bool,
     v_transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -144,16 +116,16 @@ def forward(
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k, num_heads_kv = k.shape[1:3]
-    num_key_blocks = num_scales(seqlen_k, FP8_BLOCK)
-    offset = seqlen_k - seqlen_q  # causal, aligned to the bottom right: query i sees keys j <= i + offset
+    num_key_blocks = num_scales(seqlen_k)
+    mask = Mask(window_left, window_right, attention_chunk).simplified(seqlen_q, seqlen_k)
 
     if v_transposed:
         v = untranspose_v(v, seqlen_k)
     # Heads are (hk, group) in what follows, a KV head (hk, 1).
     q = q.float().unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)  # (b, hk, group, sq, d)
     k, v = (x.float().transpose(1, 2).unsqueeze(2) for x in (k, v))  # (b, hk, 1, sk, d)
-    q_descale = q_descale.unflatten(1, (num_heads_kv, -1)).expand(-1, -1, -1, num_scales(seqlen_q, FP8_BLOCK))
-    q_descale = q_descale.repeat_interleave(FP8_BLOCK, -1)[..., :seqlen_q, None]  # (b, hk, group or 1, sq, 1)
+    q_descale = q_descale.unflatten(1, (num_heads_kv, -1)).expand(-1, -1, -1, num_scales(seqlen_q))
+    q_descale = q_descale.repeat_interleave(FP8_SCALE_ROWS, -1)[..., :seqlen_q, None]  # (b, hk, group or 1, sq, 1)
     k_descale, v_descale = (
         x.expand(-1, -1, num_key_blocks)[:, :, None, None, None] for x in (k_descale, v_descale)
     )  # (b, hk, 1, 1, 1, num_key_blocks)
@@ -165,20 +137,19 @@ def forward(
     grouped_out = out.unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)
     grouped_lse = lse.unflatten(1, (num_heads_kv, -1)).unsqueeze(-1)  # (b, hk, group, sq, 1)
 
-    tile_rows = max(1, _TILE_ELEMENTS // max(1, batch * num_heads_q * FP8_BLOCK))
+    tile_rows = max(1, _TILE_ELEMENTS // max(1, batch * num_heads_q * FP8_SCALE_ROWS))
     for begin in range(0, seqlen_q, tile_rows):
         end = min(begin + tile_rows, seqlen_q)
         row_max = torch.full_like(grouped_lse[..., begin:end, :], -math.inf)  # of the scaled scores, log2 units
         row_sum = torch.zeros_like(row_max)
         tile_out = torch.zeros_like(q[..., begin:end, :])
-        visible_keys = min(seqlen_k, end + offset) if causal else seqlen_k
-        for first_key in reversed(range(0, visible_keys, FP8_BLOCK)):
-            keys, block = slice(first_key, min(first_key + FP8_BLOCK, seqlen_k)), first_key // FP8_BLOCK
+        first_key, end_key = mask.keys_of_tile((begin, end), seqlen_q, seqlen_k)
+        for block in reversed(range(first_key // FP8_SCALE_ROWS, num_scales(end_key))):
+            keys = slice(block * FP8_SCALE_ROWS, min((block + 1) * FP8_SCALE_ROWS, seqlen_k))
             scale = q_descale[..., begin:end, :] * k_descale[..., block] * score_scale
             scores = (q[..., begin:end, :] @ k[..., keys, :].mT) * scale
-            if causal:
-                last_key = torch.arange(begin, end, device=q.device)[:, None] + offset
-                hidden = torch.arange(keys.start, keys.stop, device=q.device) > last_key
+            hidden = mask.hidden((begin, end), (keys.start, keys.stop), seqlen_q, seqlen_k, q.device)
+            if hidden is not None:
                 scores.masked_fill_(hidden, -math.inf)
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             # A row that has met only scores of -inf: -inf minus -inf would be NaN.
