@@ -1,4 +1,4 @@
-"""The permutations of the FP8 forward (csrc/fwd/fp8_layout.h), with the instructions that use them emulated here."""
+"""The permutations of the FP8 forward (csrc/common/fp8_format.h), with the instructions that use them emulated here."""
 
 from __future__ import annotations
 

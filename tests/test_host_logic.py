@@ -1,8 +1,8 @@
-"""The kernels' integer logic, compiled for the host: key blocks of a query tile, and who works on which tile."""
+"""The kernels' integer logic, compiled for the host: which blocks a tile visits, and who works on which tile."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from tiles import (
     BWD_TILES,
     FWD_FP8_TILES,
-    FWD_TILES,
     HEAD_DIMS,
     ROWS_PER_WARPGROUP,
     BwdTile,
-    FwdFp8Tile,
     FwdTile,
     tile_for,
 )
 
-LARGEST = 2**31 - 1025  # the largest size that csrc/torch_op.h lets through
+LARGEST = 2**31 - 1025  # the largest size that csrc/ops/torch_op.h lets through
 L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
 BWD_L2_BUDGET_BYTES = 40 << 20  # csrc/bwd/launch.cuh
 
@@ -31,112 +29,239 @@ def host():
     return load()
 
 
-# --- visible_keys and block_range
+# --- masks
 
 
-def visible(seqlen_q: int, seqlen_k: int, causal: bool) -> np.ndarray:
-    """The mask as flash_attn_func defines it: [i, j] is whether query i sees key j."""
-    i, j = np.ogrid[:seqlen_q, :seqlen_k]
-    return j <= i + seqlen_k - seqlen_q if causal else np.ones((seqlen_q, seqlen_k), bool)
+@dataclass(frozen=True)
+class MaskCase:
+    """A mask as the ops take it: -1 is unlimited, chunk 0 is none."""
+
+    left: int = -1
+    right: int = -1
+    chunk: int = 0
+
+    def params(self, host):
+        left, right = (host.kUnlimited if side == -1 else side for side in (self.left, self.right))
+        return host.MaskParams(left, right, self.chunk)
+
+    def visible(self, seqlen_q: int, seqlen_k: int) -> np.ndarray:
+        """As flash_attn_func defines it: [i, j] is whether query i sees key j."""
+        i, j = np.ogrid[:seqlen_q, :seqlen_k]
+        position = i + seqlen_k - seqlen_q
+        mask = np.ones((seqlen_q, seqlen_k), bool)
+        if self.left != -1:
+            mask &= j >= position - self.left
+        if self.right != -1:
+            mask &= j <= position + self.right
+        if self.chunk:
+            mask &= j // self.chunk == position // self.chunk
+        return mask
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen_q", [1, 2, 5, 31, 64, 65, 130])
-@pytest.mark.parametrize("seqlen_k", [1, 2, 5, 16, 47, 48, 49, 150])
-def test_block_range_is_the_masks(host, seqlen_q, seqlen_k, causal):
-    mask = visible(seqlen_q, seqlen_k, causal)
-    for row in range(seqlen_q):
-        assert max(0, host.visible_keys(row, seqlen_q, seqlen_k, causal)) == mask[row].sum()
-    for num_rows in (1, 16, 64, 128):
-        for tile_n in (16, 48):
-            # A warpgroup of the last tile may have all its rows past seqlen_q.
-            for row_begin in range(0, seqlen_q + num_rows, num_rows):
-                end, unmasked_end = host.block_range(row_begin, num_rows, tile_n, seqlen_q, seqlen_k, causal)
-                rows = mask[row_begin : row_begin + num_rows]
-                if rows.size == 0:
-                    assert end == math.ceil(seqlen_k / tile_n)
-                    continue
-                seen = [rows[:, j : j + tile_n].any() for j in range(0, seqlen_k, tile_n)]
-                assert end == max(1, sum(seen))
-                assert not any(seen[end:])
-                whole = [rows[:, j : j + tile_n].all() for j in range(0, seqlen_k - tile_n + 1, tile_n)]
-                assert unmasked_end == sum(whole)
-                assert all(whole[:unmasked_end])
+MASKS = [
+    MaskCase(),
+    MaskCase(right=0),
+    MaskCase(left=0),
+    MaskCase(left=0, right=0),
+    MaskCase(left=20, right=0),
+    MaskCase(left=3, right=70),
+    MaskCase(left=64, right=0),
+    MaskCase(right=17),
+    MaskCase(left=47),
+    MaskCase(chunk=16),
+    MaskCase(chunk=50),
+    MaskCase(right=0, chunk=37),
+    MaskCase(left=8, right=5, chunk=20),
+    MaskCase(right=0, chunk=1),
+]
+each_mask = pytest.mark.parametrize("case", MASKS, ids=str)
+LENGTHS = [(1, 1), (1, 150), (2, 5), (5, 2), (31, 48), (64, 64), (65, 49), (130, 47), (130, 150), (150, 130)]
+each_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+
+
+@each_mask
+@each_length
+def test_keys_of_a_query_and_queries_of_a_key(host, case, seqlen_q, seqlen_k):
+    mask = host.Mask(case.params(host), seqlen_q, seqlen_k)
+    visible = case.visible(seqlen_q, seqlen_k)
+    for query in range(seqlen_q):
+        begin, end = mask.keys_of(query)
+        assert visible[query, max(0, begin) : max(0, end)].all()
+        assert max(0, end - begin) == visible[query].sum()
+    for key in range(seqlen_k):
+        begin, end = mask.queries_of(key)
+        assert visible[max(0, begin) : max(0, end), key].all()
+        assert max(0, end - begin) == visible[:, key].sum()
+    for key in (seqlen_k, seqlen_k + 127):
+        assert mask.queries_of(key) == (seqlen_q, seqlen_q)
+
+
+@each_mask
+@each_length
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 48), (64, 16), (128, 128)])
+def test_key_blocks_are_the_masks(host, case, seqlen_q, seqlen_k, tile_m, tile_n):
+    """Every block that a row of the tile sees is visited, none that needs a mask goes without, and one at least."""
+    mask = host.Mask(case.params(host), seqlen_q, seqlen_k)
+    visible = case.visible(seqlen_q, seqlen_k)
+    # A warpgroup of the last tile may have all its rows past seqlen_q.
+    for query in range(0, seqlen_q + tile_m, tile_m):
+        blocks = mask.key_blocks(query, tile_m, tile_n)
+        assert 0 <= blocks.begin < blocks.end <= max(1, -(-seqlen_k // tile_n))
+        rows = visible[query : query + tile_m]
+        if rows.size == 0:
+            continue
+        seen = [rows[:, j : j + tile_n].any() for j in range(0, seqlen_k, tile_n)]
+        if any(seen):
+            assert (blocks.begin, blocks.end) == (seen.index(True), len(seen) - seen[::-1].index(True))
+        for block in range(blocks.begin, blocks.end):
+            tile = rows[:, block * tile_n : (block + 1) * tile_n]
+            if not blocks.needs_mask(block):
+                assert tile.shape[1] == tile_n
+                assert tile.all()
+            elif len(rows) == tile_m and tile.shape[1] == tile_n:
+                assert not tile.all()
+
+
+@each_mask
+@each_length
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 48), (64, 64), (64, 128)])
+def test_query_blocks_are_the_masks(host, case, seqlen_q, seqlen_k, tile_m, tile_n):
+    """The same from the side of the keys; a tile may see nothing. Queries past the end need no mask."""
+    mask = host.Mask(case.params(host), seqlen_q, seqlen_k)
+    visible = case.visible(seqlen_q, seqlen_k)
+    for key in range(0, seqlen_k, tile_n):
+        blocks = mask.query_blocks(key, tile_n, tile_m)
+        columns = visible[:, key : key + tile_n]
+        seen = [columns[i : i + tile_m].any() for i in range(0, seqlen_q, tile_m)]
+        assert blocks.empty() == (not any(seen))
+        if not any(seen):
+            continue
+        assert (blocks.begin, blocks.end) == (seen.index(True), len(seen) - seen[::-1].index(True))
+        for block in range(blocks.begin, blocks.end):
+            tile = columns[block * tile_m : (block + 1) * tile_m]
+            if not blocks.needs_mask(block):
+                assert tile.shape[1] == tile_n
+                assert tile.all()
+
+
+@each_mask
+@each_length
+@pytest.mark.parametrize("tile_n", [64, 96, 128, 176])
+def test_a_warpgroup_visits_what_its_rows_see(host, case, seqlen_q, seqlen_k, tile_n):
+    """Of the blocks of its CTA, which it leaves out at most one of at either end."""
+    mask = host.Mask(case.params(host), seqlen_q, seqlen_k)
+    for tile_begin in range(0, seqlen_q, 128):
+        cta = mask.key_blocks(tile_begin, 128, tile_n)
+        for query in (tile_begin, tile_begin + ROWS_PER_WARPGROUP):
+            own = mask.key_blocks(query, ROWS_PER_WARPGROUP, tile_n)
+            visited = host.visited_blocks(cta, own)
+            assert cta.begin <= visited.begin <= own.begin < own.end <= visited.end <= cta.end
+            assert visited.begin <= cta.begin + 1
+            assert visited.end >= cta.end - 1
+            assert all(
+                visited.needs_mask(block)
+                for block in {*range(visited.begin, visited.end)}
+                if not (own.begin <= block < own.end)
+            )
+
+
+@each_mask
+@each_length
+def test_queries_without_keys_are_left_out(host, case, seqlen_q, seqlen_k):
+    """They come first; each of the others sees a key, and the mask of what is left is the same."""
+    params = case.params(host)
+    first, left = host.queries_with_keys(params, seqlen_q, seqlen_k)
+    has_key = case.visible(seqlen_q, seqlen_k).any(1)
+    assert first + left == seqlen_q
+    assert not has_key[:first].any()
+    assert has_key[first:].all()
+    if left > 0:
+        whole, rest = (host.Mask(params, n, seqlen_k) for n in (seqlen_q, left))
+        assert all(whole.keys_of(first + i) == rest.keys_of(i) for i in range(left))
+
+
+def test_no_query_is_left_without_keys(host):
+    assert host.queries_with_keys(MaskCase().params(host), 7, 0) == (7, 0)
+
+
+@each_mask
+@each_length
+@pytest.mark.parametrize("tile_n", [64, 128])
+def test_ranks_of_the_deterministic_backward(host, case, seqlen_q, seqlen_k, tile_n):
+    """csrc/bwd/dq_writer.cuh: the n_blocks that add to an m_block are those that it sees, without a gap."""
+    _, left = host.queries_with_keys(case.params(host), seqlen_q, seqlen_k)
+    mask = host.Mask(case.params(host), left, seqlen_k)
+    adds_to = {m: [] for m in range(-(-left // 64))}
+    for n_block in range(-(-seqlen_k // tile_n)):
+        blocks = mask.query_blocks(n_block * tile_n, tile_n, 64)
+        for m_block in range(blocks.begin, blocks.end):
+            adds_to[m_block].append(n_block)
+    for m_block, n_blocks in adds_to.items():
+        blocks = mask.key_blocks(m_block * 64, 64, tile_n)
+        assert n_blocks == list(range(blocks.begin, blocks.end))
 
 
 sizes = st.one_of(st.integers(1, 600), st.integers(LARGEST - 2000, LARGEST), st.integers(1, LARGEST))
+sides = st.one_of(st.just(-1), st.integers(0, 300), st.integers(0, LARGEST))
 
 
 @given(
     seqlen_q=sizes,
     seqlen_k=sizes,
-    tile=st.integers(0, LARGEST // 64),
-    warpgroups=st.sampled_from([1, 2, 3]),
-    tile_n=st.sampled_from([64, 80, 96, 128, 176]),
-    causal=st.booleans(),
+    left=sides,
+    right=sides,
+    chunk=st.one_of(st.just(0), st.just(0), st.integers(1, 300), st.integers(1, LARGEST)),
+    index=st.integers(0, LARGEST),
+    tile=st.sampled_from([64, 80, 96, 128, 176]),
 )
-@example(seqlen_q=LARGEST, seqlen_k=LARGEST, tile=LARGEST, warpgroups=3, tile_n=176, causal=True)
-@example(seqlen_q=LARGEST, seqlen_k=1, tile=0, warpgroups=2, tile_n=64, causal=True)
-@example(seqlen_q=1, seqlen_k=LARGEST, tile=0, warpgroups=2, tile_n=176, causal=True)
-@settings(max_examples=2000, deadline=None)
-def test_block_range_near_the_largest_sizes(seqlen_q, seqlen_k, tile, warpgroups, tile_n, causal):
-    """Against the same arithmetic in Python's integers, which do not overflow; every warpgroup of the tile."""
+@example(LARGEST, LARGEST, -1, 0, 0, LARGEST, 176)
+@example(LARGEST, 1, -1, 0, 0, 0, 64)
+@example(1, LARGEST, -1, 0, 0, 0, 176)
+@example(LARGEST, 1, 0, LARGEST, 0, 0, 64)
+@example(1, LARGEST, LARGEST, 0, LARGEST, LARGEST, 64)
+@settings(max_examples=3000, deadline=None)
+def test_masks_near_the_largest_sizes(seqlen_q, seqlen_k, left, right, chunk, index, tile):
+    """Against the same arithmetic in Python's integers, which do not overflow."""
     host = load()
-    tile_m = warpgroups * ROWS_PER_WARPGROUP
-    tile_begin = min(tile, (seqlen_q - 1) // tile_m) * tile_m
+    mask = host.Mask(MaskCase(left, right, chunk).params(host), seqlen_q, seqlen_k)
 
-    def keys(row):  # of the last query where there is no such row
-        return seqlen_k - (seqlen_q - 1 - row if causal and row < seqlen_q else 0)
+    def band(diagonal: int, position: int, length: int, before: int, after: int) -> tuple[int, int]:
+        """Of [0, length), what lies at most so far from the diagonal, and in the chunk of the position."""
+        begin = 0 if before == -1 else max(0, diagonal - before)
+        end = length if after == -1 else min(length, diagonal + after + 1)
+        if chunk:
+            first = diagonal - position % chunk
+            begin, end = max(begin, first), min(end, first + chunk)
+        return begin, end
 
-    for row in range(tile_begin, tile_begin + tile_m, 31):
-        assert host.visible_keys(row, seqlen_q, seqlen_k, causal) == keys(row)
-    for row_begin, num_rows in [
-        (tile_begin, tile_m),
-        *((tile_begin + w * ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP) for w in range(warpgroups)),
-    ]:
-        most, fewest = keys(min(row_begin + num_rows, seqlen_q) - 1), keys(row_begin)
-        expected = (max(1, -(-most // tile_n)), max(0, fewest) // tile_n)
-        assert host.block_range(row_begin, num_rows, tile_n, seqlen_q, seqlen_k, causal) == expected
-
-
-@given(seqlen_q=st.integers(1, 1500), seqlen_k=st.integers(1, 1500), causal=st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_a_warpgroup_skips_at_most_one_block(seqlen_q, seqlen_k, causal):
-    """The producer brings the blocks of the whole CTA; csrc/fwd/consumer.cuh steps over one, and over no second one."""
-    host = load()
-    for tile in FWD_TILES.values():
-        for tile_begin in range(0, seqlen_q, tile.tile_m):
-            end, _ = host.block_range(tile_begin, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k, causal)
-            for row_begin in range(tile_begin, tile_begin + tile.tile_m, ROWS_PER_WARPGROUP):
-                own_end, _ = host.block_range(row_begin, ROWS_PER_WARPGROUP, tile.tile_n, seqlen_q, seqlen_k, causal)
-                assert end - 1 <= own_end <= end
+    query, key = min(index, seqlen_q - 1), min(index, seqlen_k - 1)
+    position = query + seqlen_k - seqlen_q
+    begin, end = band(position, position, seqlen_k, left, right)
+    assert mask.keys_of(query) == (begin, end)
+    assert mask.queries_of(key) == band(key + seqlen_q - seqlen_k, key, seqlen_q, right, left)
+    for row in (seqlen_q, seqlen_q + 191):  # past the end: no overflow
+        mask.keys_of(row)
+    blocks = mask.key_blocks(query, 1, tile)
+    if begin < end:
+        assert (blocks.begin, blocks.end) == (begin // tile, -(-end // tile))
+    else:
+        assert blocks.end == blocks.begin + 1
 
 
-# --- first_query
+# --- packed sequences
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen_q", [1, 2, 5, 64, 130])
-@pytest.mark.parametrize("seqlen_k", [1, 2, 5, 64, 150])
-def test_first_query_is_the_masks(host, seqlen_q, seqlen_k, causal):
-    mask = visible(seqlen_q, seqlen_k, causal)
-    for key in range(seqlen_k):
-        first = host.first_query(key, seqlen_q, seqlen_k, causal)
-        assert mask[first:, key].all()  # at least the last query
-        assert not mask[:first, key].any()
-    for key in (seqlen_k, seqlen_k + 127):
-        assert host.first_query(key, seqlen_q, seqlen_k, causal) == seqlen_q
+@given(first=st.integers(0, LARGEST), length=st.integers(0, 2**30), row=st.integers(0, 2**30))
+def test_a_packed_sequence_is_found_by_wrapping_around(first, length, row):
+    """The address that TMA computes for a row is that of the sequence, and a row past its end is out of bounds."""
+    origin, wrap, outer = load().packed_sequence(first % (LARGEST - length), length)
+    row_stride = 2048  # bytes
+    address = (origin + row) * row_stride + wrap * (2**34 - row_stride) + outer * row_stride
+    assert address % 2**64 == (first % (LARGEST - length) + row) * row_stride
+    assert (origin + row < 2**30) == (row < length)
 
 
-@given(seqlen_q=sizes, seqlen_k=sizes, key=sizes, causal=st.booleans())
-@example(seqlen_q=LARGEST, seqlen_k=1, key=0, causal=True)
-@example(seqlen_q=1, seqlen_k=LARGEST, key=LARGEST + 1023, causal=True)
-def test_first_query_near_the_largest_sizes(seqlen_q, seqlen_k, key, causal):
-    expected = max(0, key - (seqlen_k - seqlen_q)) if causal else 0
-    assert load().first_query(key, seqlen_q, seqlen_k, causal) == (expected if key < seqlen_k else seqlen_q)
-
-
-# --- TileScheduler
+# --- StaticScheduler
 
 orders = st.sampled_from(["kEqual", "kAscending", "kDescending"])
 
@@ -177,16 +302,16 @@ def test_every_tile_is_visited_once(num_blocks, num_heads, batch, num_sms, order
 
 
 @pytest.mark.parametrize(("num_blocks", "heads", "num_sms"), [(8, 66, 132), (16, 33, 132), (3, 5, 4), (1, 300, 132)])
-@pytest.mark.parametrize("section_heads", [1, 3, 33])
-def test_equal(host, num_blocks, heads, num_sms, section_heads):
-    """Section after section, block after block of all its heads: tile n goes to CTA n % num_ctas."""
-    params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, host.TileOrder.kEqual, section_heads)
+@pytest.mark.parametrize("heads_per_l2_group", [1, 3, 33])
+def test_equal(host, num_blocks, heads, num_sms, heads_per_l2_group):
+    """Group after group, block after block of all its heads: tile n goes to CTA n % num_ctas."""
+    params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, host.TileOrder.kEqual, heads_per_l2_group)
     tiles = check_covers_all(host, num_blocks, heads, 1, params)
     in_order = [
         (block, head)
-        for first in range(0, heads, section_heads)
+        for first in range(0, heads, heads_per_l2_group)
         for block in range(num_blocks)
-        for head in range(first, min(first + section_heads, heads))
+        for head in range(first, min(first + heads_per_l2_group, heads))
     ]
     for cta in range(params.num_ctas):
         assert [(m, h) for c, m, h, _ in tiles.tolist() if c == cta] == in_order[cta :: params.num_ctas]
@@ -198,23 +323,23 @@ def test_equal(host, num_blocks, heads, num_sms, section_heads):
 )
 @pytest.mark.parametrize("ascending", [False, True])
 def test_ascending_and_descending(host, num_blocks, heads, num_sms, l2_heads, ascending):
-    """Heads fastest, odd rounds backwards, section after section."""
+    """Heads fastest, odd waves backwards, group after group."""
     order = host.TileOrder.kAscending if ascending else host.TileOrder.kDescending
     params = host.make_tile_scheduler(num_blocks, heads, 1, num_sms, order, l2_heads)
-    a_round = -(-params.num_ctas // num_blocks)  # heads that give every CTA a tile
-    assert params.section_heads <= max(l2_heads * 17 // 16, 2 * a_round)
+    a_wave = -(-params.num_ctas // num_blocks)  # heads that give every CTA a tile
+    assert params.heads_per_l2_group <= max(l2_heads * 17 // 16, 2 * a_wave)
     tiles = check_covers_all(host, num_blocks, heads, 1, params)
     expected = [[] for _ in range(params.num_ctas)]
-    round_idx = 0
-    for first in range(0, heads, params.section_heads):
-        section = range(first, min(first + params.section_heads, heads))
-        in_order = [(block, head) for block in range(num_blocks)[:: 1 if ascending else -1] for head in section]
-        for r in range(params.rounds_per_section):
+    wave_idx = 0
+    for first in range(0, heads, params.heads_per_l2_group):
+        group = range(first, min(first + params.heads_per_l2_group, heads))
+        in_order = [(block, head) for block in range(num_blocks)[:: 1 if ascending else -1] for head in group]
+        for r in range(params.waves_per_l2_group):
             for position, tile in enumerate(in_order[r * params.num_ctas : (r + 1) * params.num_ctas]):
-                backwards = round_idx % 2 == 1
+                backwards = wave_idx % 2 == 1
                 expected[params.num_ctas - 1 - position if backwards else position].append(tile)
-            round_idx += 1
-    assert round_idx == params.num_rounds
+            wave_idx += 1
+    assert wave_idx == params.num_waves
     for cta, wanted in enumerate(expected):
         assert [(m, h) for c, m, h, _ in tiles.tolist() if c == cta] == wanted
 
@@ -248,19 +373,9 @@ def test_turns_of_the_deterministic_backward_end(num_n_blocks, num_heads, batch,
     assert not any(work)
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (64, 64), (130, 700), (300, 300), (700, 701)])
-@pytest.mark.parametrize("tile_n", [64, 128])
-def test_last_key_block_is_the_masks(host, seqlen_q, seqlen_k, tile_n):
-    """The turns count from it, so that they begin at 0 and leave none out."""
-    mask = visible(seqlen_q, seqlen_k, True)
-    for row in range(0, seqlen_q, 64):
-        keys = mask[row : row + 64].any(0).nonzero()[0]
-        assert host.last_key_block(row, 64, tile_n, seqlen_q, seqlen_k) == keys.max() // tile_n
-
-
 def causal_imbalance(
     host,
-    tile: FwdTile | FwdFp8Tile,
+    tile: FwdTile,
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
@@ -271,16 +386,14 @@ def causal_imbalance(
 ) -> float:
     """Key blocks of the busiest CTA over the mean, counting one more per tile for its start and end."""
     num_m_blocks = -(-seqlen_q // tile.tile_m)
-    section_heads = max(L2_BUDGET_BYTES // (seqlen_k * tile.head_dim * 2 * element_bytes), 1) * group_size
-    section_heads = min(section_heads, num_heads * batch)
+    heads_per_l2_group = max(L2_BUDGET_BYTES // (seqlen_k * tile.head_dim * 2 * element_bytes), 1) * group_size
+    heads_per_l2_group = min(heads_per_l2_group, num_heads * batch)
     params = host.make_tile_scheduler(
-        num_m_blocks, num_heads, batch, num_sms, host.TileOrder.kDescending, section_heads
+        num_m_blocks, num_heads, batch, num_sms, host.TileOrder.kDescending, heads_per_l2_group
     )
     cta, m_block, _, _ = host.all_tiles(params).T
-    blocks = [
-        1 + host.block_range(m * tile.tile_m, tile.tile_m, tile.tile_n, seqlen_q, seqlen_k, True)[0]
-        for m in range(num_m_blocks)
-    ]
+    mask = host.Mask(MaskCase(right=0).params(host), seqlen_q, seqlen_k)
+    blocks = [1 + mask.key_blocks(m * tile.tile_m, tile.tile_m, tile.tile_n).end for m in range(num_m_blocks)]
     work = np.bincount(cta, weights=np.array(blocks)[m_block], minlength=params.num_ctas)
     return work.max() / work.mean()
 
@@ -306,7 +419,7 @@ def test_causal_balance_of_fp8(host, tile, seqlen):
     [(1, 131072, 4, 32, 4), (128, 131072, 8, 16, 1), (512, 16384, 4, 16, 1), (512, 65536, 4, 32, 4)],
 )
 def test_causal_balance_of_few_queries_over_many_keys(host, seqlen_q, seqlen_k, batch, num_heads, group_size):
-    """Where the K and V of few heads fill the L2, a section of those heads must still give every CTA work."""
+    """Where the K and V of few heads fill the L2, a group of those heads must still give every CTA work."""
     tile = tile_for(128, seqlen_k, causal=True)
     assert causal_imbalance(host, tile, batch, seqlen_q, seqlen_k, num_heads, group_size) < 1.1
 
@@ -318,11 +431,11 @@ def backward_imbalance(host, tile: BwdTile, batch: int, seqlen: int, num_heads_k
     l2_heads = max(
         BWD_L2_BUDGET_BYTES // (seqlen * tile.head_dim * 8 * group_size), -(-num_ctas // num_n_blocks)
     )  # as csrc/bwd/launch.cuh
-    section_heads = host.heads_that_fill_rounds(
+    heads_per_l2_group = host.heads_that_fill_waves(
         num_n_blocks, num_heads_kv * batch, num_ctas, min(l2_heads, num_heads_kv * batch)
     )
     order = host.TileOrder.kAscending
-    params = host.make_tile_scheduler(num_n_blocks, num_heads_kv, batch, 132, order, section_heads)
+    params = host.make_tile_scheduler(num_n_blocks, num_heads_kv, batch, 132, order, heads_per_l2_group)
     cta, n_block, _, _ = host.all_tiles(params).T
     steps = 2 + group_size * (num_m_blocks - np.arange(num_n_blocks) * tile.tile_n // tile.tile_m)
     work = np.bincount(cta, weights=steps[n_block], minlength=params.num_ctas)
@@ -345,11 +458,11 @@ def test_causal_balance_of_the_backward_with_groups(host, batch, seqlen, group_s
 
 @given(
     num_blocks=st.integers(1, 300),
-    num_head_batches=st.integers(1, 3000),
+    num_batch_heads=st.integers(1, 3000),
     num_ctas=st.integers(1, 132),
     l2_heads=st.integers(1, 3000),
 )
-def test_heads_that_fill_rounds_stay_near_the_l2(num_blocks, num_head_batches, num_ctas, l2_heads):
-    l2_heads = min(l2_heads, num_head_batches)
-    heads = load().heads_that_fill_rounds(num_blocks, num_head_batches, num_ctas, l2_heads)
-    assert l2_heads // 2 < heads <= min(2 * l2_heads, num_head_batches)
+def test_heads_that_fill_waves_stay_near_the_l2(num_blocks, num_batch_heads, num_ctas, l2_heads):
+    l2_heads = min(l2_heads, num_batch_heads)
+    heads = load().heads_that_fill_waves(num_blocks, num_batch_heads, num_ctas, l2_heads)
+    assert l2_heads // 2 < heads <= min(2 * l2_heads, num_batch_heads)
