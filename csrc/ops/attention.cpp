@@ -1,6 +1,5 @@
-// The torch side of attention: every argument check, output allocation, device
-// and stream. The schemas are in fa3/ops.py; the arguments of these functions
-// follow them.
+// The torch side of attention: every argument check, output allocation, device and stream. The schemas are in
+// fa3/ops.py; the arguments of these functions follow them.
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -45,8 +44,7 @@ struct Options {
   int64_t attention_chunk;
 };
 
-// The kernels have one head_dim. A head_dim_v of its own is refused here and
-// nowhere else.
+// The kernels have one head_dim. A head_dim_v of its own is refused here and nowhere else.
 void check_head_dims(ArgumentCheck const& check, int64_t head_dim, int64_t head_dim_v, bool fp8) {
   check_head_dim(check, "q", head_dim, fp8 ? 16 : 8);  // 16 bytes, for TMA
   check(head_dim_v == head_dim, "v", "have q's head_dim " + std::to_string(head_dim), std::to_string(head_dim_v));
@@ -73,9 +71,7 @@ Call check_call(char const* op, Tensor const& q, Tensor const& k, Tensor const& 
   check(k.size(0) == batch && k.size(3) == head_dim, "k", "have q's batch and head_dim", shape_of(k));
   if (v_transposed) {
     check_shape(check, "v", v, {batch, num_heads_kv, head_dim_v, num_scale_blocks(seqlen_k) * kFp8ScaleRows},
-                "have the shape (batch, num_heads_kv, head_dim, whole blocks "
-                "of keys) of k " +
-                    shape_of(k));
+                "have the shape (batch, num_heads_kv, head_dim, whole blocks of keys) of k " + shape_of(k));
   } else {
     check_shape(check, "v", v, {batch, seqlen_k, num_heads_kv, head_dim_v},
                 "have the batch, seqlen and heads of k " + shape_of(k));
@@ -115,8 +111,7 @@ Kernel const& check_built(Kernel const* kernel, Call const& call, ScalarType typ
   return *kernel;
 }
 
-// Returns out and lse, written by the kernel, or here if there is nothing to
-// compute.
+// Returns out and lse, written by the kernel, or here if there is nothing to compute.
 std::tuple<Tensor, Tensor> run_forward(Call const& call, Tensor const& q, Tensor const& k, Tensor const& v,
                                        ScalarType out_type, Fp8Params const& fp8 = {}) {
   fwd::Kernel const& kernel = check_built(fwd::Kernels::select(fwd::Problem{
@@ -170,8 +165,7 @@ std::tuple<Tensor, Tensor> forward(Tensor const& q, Tensor const& k, Tensor cons
   return run_forward(call, q, k, v, q.scalar_type());
 }
 
-// Checks scales by (batch, head, block): one per kFp8ScaleRows rows, or one for
-// all rows.
+// Checks scales by (batch, head, block): one per kFp8ScaleRows rows, or one for all rows.
 BlockScales block_scales(ArgumentCheck const& check, char const* name, Tensor const& scales, int device, int64_t batch,
                          int64_t num_heads, int64_t seqlen) {
   check_tensor(check, name, scales, "q", device, ScalarType::Float);

@@ -1,6 +1,5 @@
-// The built kernels, and which of them a call takes, for `python -m fa3` and
-// `fa3.explain`. Exported with a C interface, for ctypes: they must work
-// without a GPU.
+// The built kernels, and which of them a call takes, for `python -m fa3` and `fa3.explain`. Exported with a C
+// interface, for ctypes: they must work without a GPU.
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -72,16 +71,14 @@ int select_row(Problem const& problem) {
 }  // namespace
 }  // namespace fa3
 
-// A JSON list with an object per kernel: those of the forward, then those of
-// the backward.
+// A JSON list with an object per kernel: those of the forward, then those of the backward.
 FA3_EXPORT char const* fa3_kernel_table() {
   static std::string const json = fa3::table();
   return json.c_str();
 }
 
-// The row of fa3_kernel_table that a forward call takes; -1 if no kernel serves
-// it, or no kernel has the mask. `dtype`: 0 float16, 1 bfloat16, 2
-// float8_e4m3fn. The other arguments are the op's.
+// The row of fa3_kernel_table that a forward call takes; -1 if no kernel serves it, or no kernel has the mask. `dtype`:
+// 0 float16, 1 bfloat16, 2 float8_e4m3fn. The other arguments are the op's.
 FA3_EXPORT int fa3_select_fwd_kernel(int dtype, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k,
                                      int window_left, int window_right, int attention_chunk, bool v_transposed) {
   try {

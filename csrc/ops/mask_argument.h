@@ -1,5 +1,4 @@
-// The mask of a call, as the ops and the exports of the kernel table take it.
-// Plain host code without torch.
+// The mask of a call, as the ops and the exports of the kernel table take it. Plain host code without torch.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +9,9 @@
 
 namespace fa3 {
 
-// Makes the mask of the arguments window_left, window_right (-1: unlimited) and
-// attention_chunk (0: none). A side that hides no key is unlimited. So such a
-// window takes the same kernel as no window, and gives the same bits. Throws
-// where the kernels do not have the mask.
+// Makes the mask of the arguments window_left, window_right (-1: unlimited) and attention_chunk (0: none). A side that
+// hides no key is unlimited. So such a window takes the same kernel as no window, and gives the same bits. Throws where
+// the kernels do not have the mask.
 inline MaskParams make_mask(ArgumentCheck const& check, int64_t window_left, int64_t window_right,
                             int64_t attention_chunk, int64_t seqlen_q, int64_t seqlen_k) {
   check(window_left >= -1, "window_left", "be -1 (unlimited) or at least 0", std::to_string(window_left));

@@ -1,5 +1,4 @@
-// The torch side of the quantizer: checks and outputs. The schema is in
-// fa3/ops.py; the arguments follow it.
+// The torch side of the quantizer: checks and outputs. The schema is in fa3/ops.py; the arguments follow it.
 #include <optional>
 #include <string>
 #include <tuple>
@@ -12,8 +11,7 @@
 namespace fa3 {
 namespace {
 
-// The tensor, or a copy of it if it is not contiguous or not 16-byte aligned,
-// as the kernels' vector loads require.
+// The tensor, or a copy of it if it is not contiguous or not 16-byte aligned, as the kernels' vector loads require.
 Tensor aligned(Tensor const& tensor) {
   if (tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0) {
     return tensor;
@@ -90,8 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<T
     return {new_x8(columns), descale, mean};
   }
 
-  // TMA writes rows whose strides are multiples of 16 bytes. Other widths are
-  // copied from wider rows.
+  // TMA writes rows whose strides are multiples of 16 bytes. Other widths are copied from wider rows.
   int64_t const columns_for_tma = transpose ? columns : (columns + 15) / 16 * 16;
   Tensor x8 = new_x8(columns_for_tma);
   auto const scratch = [&](bool is_needed, int64_t per_head) {
