@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
-import subprocess
-from dataclasses import dataclass
 
+import kernel_record
 import pytest
 from cuda_tools import find_tool
-from tiles import BWD_TILES, FWD_FP8_TILES, FWD_TILES, BwdTile, FwdFp8Tile, FwdTile
+from sass import Instruction, architectures, read_sass
+from tiles import BWD_TILES, FWD_FP8_TILES, FWD_TILES, BwdTile, FwdTile
 
 from fa3 import _library
 
@@ -18,7 +19,7 @@ from fa3 import _library
 # C7519 (an arrive) are harmless in themselves; the SASS shows where a wait is one too many.
 BAD_MESSAGES = re.compile(r"\bC75(0[89]|1[0-6]|18|20)\b")
 ENTRY_REGISTERS = {2: 168, 3: 128}  # per thread, by consumer warpgroups: 64 K by all threads, rounded down to 8
-QUANTISERS = [(element, width) for element in ("bfloat16_t", "half_t") for width in (64, 128, 256)]
+QUANTIZERS = [(element, width) for element in ("bfloat16_t", "half_t") for width in (64, 128, 256)]
 KERNELS = [kernel["name"] for kernel in _library.build_report().get("kernels", [])]
 
 
@@ -49,8 +50,8 @@ def kernel(name: str) -> dict:
     return row or missing(f"the library has no kernel {name!r}")
 
 
-def tile_of(name: str) -> FwdTile | FwdFp8Tile | BwdTile:
-    """Its row of csrc/fwd/tiles.h or csrc/bwd/tiles.h: fwd_bf16_hdim128_long is made from kFwdHdim128Long."""
+def tile_of(name: str) -> FwdTile | BwdTile:
+    """Its row of csrc/fwd/tiles.h or csrc/bwd/tiles.h: fwd_bf16_hdim128_long is made from fwd::kHdim128Long."""
     direction, dtype, tile = name.split("_", 2)
     if dtype == "e4m3":
         return FWD_FP8_TILES[tile]
@@ -77,9 +78,9 @@ def test_no_spills(name):
 
 
 def test_no_spills_in_the_helpers():
-    """The kernels that the backward runs before and after the main one, and the quantiser's."""
+    """The kernels that the backward runs before and after the main one, and the quantizer's."""
     rows = _library.build_report()["helper_kernels"]
-    assert len(rows) >= 2 * sum(name.startswith("bwd_") for name in KERNELS) + len(QUANTISERS)
+    assert len(rows) >= 2 * sum(name.startswith("bwd_") for name in KERNELS) + len(QUANTIZERS)
     for row in rows:
         assert (row["stack_bytes"], row["spill_stores_bytes"], row["spill_loads_bytes"]) == (0, 0, 0), row
 
@@ -104,29 +105,28 @@ def test_tile_is_the_sources(name):
 # --- SASS
 
 
-@dataclass(frozen=True)
-class Instruction:
-    address: int
-    text: str  # with its predicate
-
-    @property
-    def name(self) -> str:
-        return self.text.removeprefix(self.text.split()[0] if self.text.startswith("@") else "").split()[0]
-
-
 @functools.cache
 def all_sass() -> dict[str, list[Instruction]]:
     """The instructions of every kernel in the library, by symbol."""
-    cuobjdump = find_tool("cuobjdump")
-    if cuobjdump is None:
+    if find_tool("cuobjdump") is None:
         missing("needs cuobjdump (pip install nvidia-cuda-cuobjdump)")
-    dump = subprocess.run([cuobjdump, "-sass", str(_library.LIBRARY)], capture_output=True, text=True, check=True)
-    assert set(re.findall(r"^arch = (\w+)$", dump.stdout, re.MULTILINE)) == {"sm_90a"}
-    functions = {}
-    for part in re.split(r"^\s*Function : ", dump.stdout, flags=re.MULTILINE)[1:]:
-        code = re.findall(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", part, re.MULTILINE)
-        functions[part.split(maxsplit=1)[0]] = [Instruction(int(address, 16), text) for address, text in code]
-    return functions
+    return read_sass(_library.LIBRARY)
+
+
+def test_architecture():
+    assert all_sass()
+    assert architectures(_library.LIBRARY) == {"sm_90a"}
+
+
+def test_machine_code_is_as_recorded():
+    """tests/kernel_record.py: a change of the code that changes the machine code has to say so."""
+    all_sass()
+    new, recorded = kernel_record.library_record(), json.loads(kernel_record.RECORD.read_text())
+    if new["nvcc"] != recorded["nvcc"]:
+        pytest.skip(f"the record is of nvcc {recorded['nvcc']}, and this library is of {new['nvcc']}")
+    built = {name: row for name, row in recorded["kernels"].items() if name in new["kernels"]}
+    assert len(built) == len(new["kernels"])
+    assert kernel_record.differences(built, new["kernels"]) == []
 
 
 def sass(name: str) -> list[Instruction]:
@@ -150,27 +150,27 @@ def innermost_loop(code: list[Instruction], inside: Instruction) -> list[Instruc
 
 
 def main_loops(name: str) -> list[list[Instruction]]:
-    """The loops over the blocks in between: the innermost ones around a wait for S with P V still under way.
+    """The loops over the blocks in between: the innermost ones around a wait for S with P V still in flight.
 
     The source has one; ptxas may peel it.
     """
     code = sass(name)
     loops = [innermost_loop(code, x) for x in code if is_wait(x, 1)]
-    assert 1 <= len(loops) <= (1 if tile_of(name).out_slabs == 0 else 2)
+    assert 1 <= len(loops) <= (1 if tile_of(name).drains else 2)
     return loops
 
 
 def copies_of_gemms(name: str) -> int:
-    """How often csrc/fwd/consumer.cuh issues Q K^T in the code, and so often P V.
+    """How often csrc/fwd/schedule_overlapped.cuh issues Q K^T in the code, and so often P V.
 
     Q K^T in a first block that is alone, P V in a last one that is alone, both in the blocks in between, and both where
     the last block of one tile and the first of the next go together.
     """
-    return 1 + len(main_loops(name)) + (tile_of(name).out_slabs != 0)
+    return 1 + len(main_loops(name)) + (not tile_of(name).drains)
 
 
 def is_wait(x: Instruction, groups: int) -> bool:
-    """Whether x waits until at most this many groups of WGMMAs are under way."""
+    """Whether x waits until at most this many groups of WGMMAs are in flight."""
     return x.name.startswith("WARPGROUP.DEPBAR") and x.text.endswith(f"gsb0, 0x{groups}")
 
 
@@ -214,7 +214,7 @@ def test_wgmma_instructions(name):
 
 
 @each_forward
-def test_wgmmas_are_not_serialised(name):
+def test_wgmmas_are_not_serialized(name):
     """One wait for each first, last or shared block, two in a loop, and none inside a group of WGMMAs."""
     code, copies, loops = sass(name), copies_of_gemms(name), len(main_loops(name))
     waits = [x for x in code if x.name.startswith("WARPGROUP.DEPBAR")]
@@ -247,8 +247,8 @@ def test_tma_moves_the_tiles(name):
     """Loads of Q, K and V and stores of O, 64 columns each or fewer; lse is all that is written another way."""
     row = kernel(name)
     slabs = -(-row["head_dim"] // 64)
-    assert count(sass(name), "UTMALDG.4D") >= (row["consumer_warpgroups"] + 2) * slabs
-    assert count(sass(name), "UTMASTG.4D") >= slabs
+    assert count(sass(name), "UTMALDG.5D") >= (row["consumer_warpgroups"] + 2) * slabs
+    assert count(sass(name), "UTMASTG.5D") >= slabs
     stores = [x.name for x in sass(name) if re.match(r"ST[GL]?\b", x.name)]
     assert len(stores) <= 2 * copies_of_gemms(name)  # two rows of lse
     assert count(sass(name), "LDG") == 0
@@ -336,7 +336,7 @@ def test_backward_step(name, record_property):
     if row["head_dim"] <= 128:  # csrc/bwd/consumer.cuh: S, dP, dV, dK, dQ
         assert [groups_of_wgmmas(loop) for loop in loops] == [5]
         assert not any(is_wait(x, 0) for x in loops[0])
-    else:  # csrc/bwd/consumer_wide.cuh: S, dV, or dP, dK, and each half of dQ in slices
+    else:  # csrc/bwd/consumer_split.cuh: S, dV, or dP, dK, and each half of dQ in slices
         slices = row["head_dim"] // 2 // tile.dq_columns
         assert [groups_of_wgmmas(loop) for loop in loops] == [2 + slices, 2 + slices]
     exponentials = row["tile_m"] * row["tile_n"] // 128  # per thread of the warpgroups that have S
@@ -361,15 +361,15 @@ def test_dq_writer_adds_in_bulk(name):
 def test_tma_moves_the_tiles_of_the_backward(name):
     """Loads of Q, K, V and dO, bulk copies of lse and D, and stores of dK and dV."""
     slabs = -(-kernel(name)["head_dim"] // 64)
-    assert count(sass(name), "UTMALDG.4D") >= 4 * slabs
-    assert count(sass(name), "UTMASTG.4D") >= 2 * slabs
+    assert count(sass(name), "UTMALDG.5D") >= 4 * slabs
+    assert count(sass(name), "UTMASTG.5D") >= 2 * slabs
     assert count(sass(name), "UBLKCP") >= 2
 
 
-# --- SASS of the quantiser, which is part of every build
+# --- SASS of the quantizer, which is part of every build
 
 
-def quantiser(function: str, element: str, width: int) -> str:
+def quantizer(function: str, element: str, width: int) -> str:
     """The symbol of quantize_fp8_kernel or column_sums_kernel."""
     wanted = re.compile(rf"{function}.*QuantizeConfig.*{element}ELi{width}E")
     found = [row["symbol"] for row in _library.build_report()["helper_kernels"] if wanted.search(row["symbol"])]
@@ -377,25 +377,25 @@ def quantiser(function: str, element: str, width: int) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize(("element", "width"), QUANTISERS)
-def test_quantiser(element, width):
+@pytest.mark.parametrize(("element", "width"), QUANTIZERS)
+def test_quantizer(element, width):
     """Stages of the Hadamard transform that are shuffled, half of the values each, and rows that TMA moves."""
-    names = [x.name for x in all_sass()[quantiser("quantize_fp8_kernel", element, width)]]
+    names = [x.name for x in all_sass()[quantizer("quantize_fp8_kernel", element, width)]]
     shuffled_stages = {64: 0, 128: 1, 256: 2}[width]
     assert sum(name.startswith("SHFL.BFLY") for name in names) == 32 * shuffled_stages
     assert sum("SATFINITE.E4M3" in name for name in names) == 64 // 2
     slabs = width // 64  # of x, of cosines and of sines: before the loop and in it
-    assert sum(name.startswith("UTMALDG.4D") for name in names) == 2 * 3 * slabs
-    assert sum(name.startswith("UTMASTG.4D") for name in names) == -(-width // 128) + 1  # rows, transposed V
+    assert sum(name.startswith("UTMALDG.5D") for name in names) == 2 * 3 * slabs
+    assert sum(name.startswith("UTMASTG.5D") for name in names) == -(-width // 128) + 1  # rows, transposed V
     assert sum(name.startswith("STG") for name in names) <= 2  # descale
     assert (names.count("LDSM.16.MT88.4"), names.count("STSM.16.M88.4")) == (4, 4)
 
 
-@pytest.mark.parametrize(("element", "width"), QUANTISERS)
-def test_quantiser_fills_an_sm(element, width):
+@pytest.mark.parametrize(("element", "width"), QUANTIZERS)
+def test_quantizer_fills_an_sm(element, width):
     """512 threads per SM, as csrc/quantize/config.h has it, and no function called, which would cost registers."""
     for function in ("quantize_fp8_kernel", "column_sums_kernel"):
-        symbol = quantiser(function, element, width)
+        symbol = quantizer(function, element, width)
         row = next(row for row in _library.build_report()["helper_kernels"] if row["symbol"] == symbol)
         assert row["registers"] <= 128
         assert not any(x.name.startswith("CALL") for x in all_sass()[symbol])
