@@ -103,15 +103,40 @@ class Mask {
   }
 
   // The indices from `diagonal` - before to `diagonal` + after of [0, length). `to_last` is length - 1 - diagonal. The
-  // comparisons come first so that no sum overflows.
+  // comparisons come first so that no result overflows. The sums are of unsigned numbers, whose overflow is defined:
+  // nvcc makes max(diagonal - before, 0) of the first line if it may assume that the difference never overflows.
   FA3_HOST_DEVICE static Range band(int diagonal, Window window, int to_last, int length) {
-    return {diagonal > window.before ? diagonal - window.before : 0,
-            to_last > window.after ? diagonal + window.after + 1 : length};
+    return {diagonal > window.before ? int(unsigned(diagonal) - unsigned(window.before)) : 0,
+            to_last > window.after ? int(unsigned(diagonal) + unsigned(window.after) + 1) : length};
   }
 
   FA3_HOST_DEVICE static int ceil_div(int a, int b) { return a / b + (a % b > 0); }
 
   MaskParams params_;
+  int seqlen_q_;
+  int seqlen_k_;
+};
+
+// Mask, where it is known to be causal or none. FP8 kernels have no registers for more: with Mask they spill, or ptxas
+// gives up their pipeline of WGMMAs (docs/design/fp8.md).
+class CausalMask {
+ public:
+  FA3_HOST_DEVICE CausalMask(bool causal, SeqlenInfo const& seqlen)
+      : causal_(causal), seqlen_q_(seqlen.seqlen_q), seqlen_k_(seqlen.seqlen_k) {}
+
+  // The number of keys that a query sees: none if it is below 0.
+  FA3_HOST_DEVICE int end_of_keys(int query) const {
+    int const queries_after = seqlen_q_ - 1 - query;
+    return causal_ && queries_after > 0 ? seqlen_k_ - queries_after : seqlen_k_;
+  }
+
+  FA3_HOST_DEVICE BlockRange key_blocks(int query, int num_queries, int tile_n) const {
+    int const most = end_of_keys(query + num_queries - 1), fewest = end_of_keys(query);
+    return {0, most > tile_n ? (most + tile_n - 1) / tile_n : 1, 0, fewest > 0 ? fewest / tile_n : 0};
+  }
+
+ private:
+  bool causal_;
   int seqlen_q_;
   int seqlen_k_;
 };

@@ -32,6 +32,7 @@ struct KernelParams {
 
 struct Fp8KernelParams : KernelParams {
   Fp8Params fp8;
+  bool causal;  // instead of the mask: see CausalMask
 };
 
 // Element is cutlass::half_t, bfloat16_t or float_e4m3_t.
@@ -93,11 +94,14 @@ struct Config {
   static_assert((kConsumerWarpgroups - 1) * kRowsPerWarpgroup <= kTileN,
                 "a sliding window gives each warpgroup all but one of the key blocks of its CTA");
 
-  // Whether masks may hide keys before a query's window (a left window, chunks). FP8 kernels have no registers for it:
-  // with it they spill 28 to 188 bytes, or ptxas gives up their pipeline of WGMMAs.
-  static constexpr bool kLeftLimits = !kFp8;
-  static CUTLASS_DEVICE Mask mask(Params const& params, SeqlenInfo const& seqlen) {
-    return Mask(kLeftLimits ? params.mask : MaskParams{kUnlimited, params.mask.window_right, /*chunk=*/0}, seqlen);
+  // FP8 kernels serve causal masks and none.
+  static constexpr bool kAnyMask = !kFp8;
+  static CUTLASS_DEVICE auto mask(Params const& params, SeqlenInfo const& seqlen) {
+    if constexpr (kAnyMask) {
+      return Mask(params.mask, seqlen);
+    } else {
+      return CausalMask(params.causal, seqlen);
+    }
   }
 
   using Turns = PingPong<kConsumerWarpgroups>;

@@ -33,13 +33,9 @@ struct Consumer {
   using Softmax = std::conditional_t<Config::kFp8, BlockScaledSoftmax, OnlineSoftmax>;
   using TileScores = std::conditional_t<Config::kFp8, BlockScaledScores, Scores>;
   using MmaQK = typename Config::MmaQK;
-  using MmaPV = typename Config::template MmaPV<Config::kPvSliceColumns>;
-  // The last slice of P V, with the sums of P's rows (FP8).
-  using MmaLastPV = typename Config::template MmaPV<Config::kPvSliceColumns + Config::kSumColumns>;
+  using MmaPV = typename Config::template MmaPV<Config::kVtRows>;
   template <class Mma, int kColumns>
   using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<kColumns>>{}));
-  using AccumulatorPV = Accumulator<MmaPV, Config::kPvSliceColumns>;
-  using AccumulatorLastPV = Accumulator<MmaLastPV, Config::kPvSliceColumns + Config::kSumColumns>;
   // Keys that one WGMMA sums over are four registers of the A operand.
   using LayoutP = std::conditional_t<
       Config::kFp8,
@@ -55,7 +51,7 @@ struct Consumer {
   Accumulator<MmaQK, Config::kTileN> tSrS;
   decltype(cute::make_tensor<Element>(LayoutP{})) tOrP;
   decltype(cute::make_tensor<float>(LayoutO{})) tOrO;
-  AccumulatorLastPV tOrPV[Config::kPvBuffers];  // FP8: P V of one block; 16 bits: O itself is the accumulator
+  Accumulator<MmaPV, Config::kVtRows> tOrPV;  // FP8: P V of one block; in 16 bits O itself is the accumulator
 
   Softmax softmax;
   float correction[kRowsPerThread];  // of O and row_sum, to the maximum of the newest block
@@ -66,7 +62,7 @@ struct Consumer {
   int skipped_after;   // blocks of the CTA's that it steps over, first of all
   int skipped_before;  // and last of all
   TileScores scores;
-  float scale_log2;  // of the scores of the newest block
+  float scale_log2;  // FP8: of the scores of the newest block
 
   PipelineState<Config::kStagesQ> q_state;
 
@@ -82,7 +78,7 @@ struct Consumer {
   CUTLASS_DEVICE void begin_tile(Tile const& new_tile) {
     tile = new_tile;
     SeqlenInfo const seqlen(params.seqlen, tile.batch_idx);
-    Mask const mask = Config::mask(params, seqlen);
+    auto const mask = Config::mask(params, seqlen);
     BlockRange const cta = mask.key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
     range = visited_blocks(cta, mask.key_blocks(first_row(), kRowsPerWarpgroup, Config::kTileN));
     skipped_after = cta.end - range.end;
@@ -136,15 +132,21 @@ struct Consumer {
       return;
     }
     SeqlenInfo const seqlen(params.seqlen, tile.batch_idx);
-    Mask const mask = Config::mask(params, seqlen);
+    auto const mask = Config::mask(params, seqlen);
+    int const first_key = n_block * Config::kTileN;
     int begin[kRowsPerThread], end[kRowsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      auto const keys = mask.keys_of(first_row() + accumulator_row(i));
-      begin[i] = keys.begin - n_block * Config::kTileN;
-      end[i] = keys.end - n_block * Config::kTileN;
+      int const query = first_row() + accumulator_row(i);
+      if constexpr (Config::kAnyMask) {
+        auto const keys = mask.keys_of(query);
+        begin[i] = keys.begin - first_key;
+        end[i] = keys.end - first_key;
+      } else {
+        end[i] = mask.end_of_keys(query) - first_key;
+      }
     }
-    if constexpr (Config::kLeftLimits) {
+    if constexpr (Config::kAnyMask) {
       mask_outside(tSrS, begin, end);
     } else {
       mask_from(tSrS, end);
@@ -152,16 +154,12 @@ struct Consumer {
   }
 
   // Masks S and takes it into the running maximum.
-  template <bool kAsIntegers = false>
   CUTLASS_DEVICE void update_max(int n_block) {
-    if constexpr (kAsIntegers) {
-      cute::warpgroup_fence_operand(tSrS);  // otherwise NVVM compares before the wait
-    }
     mask_scores(n_block);
     if constexpr (Config::kFp8) {
-      softmax.template update_max<kAsIntegers>(tSrS, scale_log2, correction);
+      softmax.template update_max</*kAsIntegers=*/false>(tSrS, scale_log2, correction);
     } else {
-      softmax.update_max(tSrS, scale_log2, correction);
+      softmax.update_max(tSrS, scores.scale_log2(n_block), correction);
     }
   }
 
@@ -170,7 +168,7 @@ struct Consumer {
     if constexpr (Config::kFp8) {
       softmax.exponentiate(tSrS, scale_log2, tOrP);
     } else {
-      softmax.exponentiate(tSrS, scale_log2, correction);
+      softmax.exponentiate(tSrS, params.scores.softmax_scale_log2, correction);
     }
   }
 
@@ -189,52 +187,24 @@ struct Consumer {
 
   // --- P V
 
-  // O = P V, or O += P V if `accumulate`. FP8: P V anew.
-  CUTLASS_DEVICE void issue_pv(int v_stage, bool accumulate) {
+  // 16 bits: O = P V, or O += P V if `accumulate`. FP8: P V alone, with the sums of P's rows in the columns behind it.
+  CUTLASS_DEVICE void issue_pv(int v_stage, bool accumulate = false) {
     using namespace cute;
+    MmaPV mma;
+    Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), typename Config::LayoutVt{});
+    Tensor tOrV = mma.get_slice(0).partition_fragment_B(sVt);
     if constexpr (Config::kFp8) {
-      issue_pv_slice<0>(v_stage);
+      gemm(mma, tOrP, tOrV(_, _, _, v_stage), tOrPV, /*accumulate=*/false);
     } else {
-      MmaPV mma;
-      Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), typename Config::LayoutVt{});
-      Tensor tOrV = mma.get_slice(0).partition_fragment_B(sVt);
       gemm(mma, tOrP, tOrV(_, _, _, v_stage), tOrO, accumulate);
     }
   }
 
-  // FP8: P V of some columns, anew.
-  template <int kSlice>
-  CUTLASS_DEVICE void issue_pv_slice(int v_stage) {
-    using namespace cute;
-    auto const issue = [&](auto mma, auto columns, auto&& accumulator) CUTLASS_LAMBDA_FUNC_INLINE {
-      Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), typename Config::LayoutVt{});
-      Tensor sSlice =
-          local_tile(domain_offset(make_coord(Int<kSlice * Config::kPvSliceColumns>{}, _0{}, _0{}), sVt),
-                     make_shape(columns, TileN{}, typename Config::StagesKV{}), make_coord(_0{}, _0{}, _0{}));
-      Tensor tOrV = mma.get_slice(0).partition_fragment_B(sSlice);
-      gemm(mma, tOrP, tOrV(_, _, _, v_stage), accumulator, /*accumulate=*/false);
-    };
-    auto& accumulator = tOrPV[kSlice % Config::kPvBuffers];
-    if constexpr (kSlice == Config::kPvSlices - 1) {
-      issue(MmaLastPV{}, Int<Config::kPvSliceColumns + Config::kSumColumns>{}, accumulator);
-    } else {
-      issue(MmaPV{}, Int<Config::kPvSliceColumns>{}, make_tensor(accumulator.data(), AccumulatorPV{}.layout()));
-    }
-  }
-
-  // FP8: O += scale * (P V), for these columns; the last ones hold the sums of P's rows, twice each.
-  template <int kSlice>
-  CUTLASS_DEVICE void add_pv_slice(float scale) {
-    constexpr int kCount = decltype(cute::size(AccumulatorPV{}))::value;
-    auto const& pv = tOrPV[kSlice % Config::kPvBuffers];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      tOrO(kSlice * kCount + i) = fmaf(pv(i), scale, tOrO(kSlice * kCount + i));
-    }
-    if constexpr (kSlice == Config::kPvSlices - 1) {
-      softmax.row_sum[0] += pv(kCount);
-      softmax.row_sum[1] += pv(kCount + 2);
-    }
+  // FP8: O += scale * (P V). Four registers hold the sums: two columns, both the sum, of each row.
+  CUTLASS_DEVICE void add_pv(float scale) {
+    add_scaled<Config::kHeadDimV / 2>(tOrO, 0, tOrPV, scale);
+    softmax.row_sum[0] += tOrPV(Config::kHeadDimV / 2);
+    softmax.row_sum[1] += tOrPV(Config::kHeadDimV / 2 + 2);
   }
 
   // --- epilogue

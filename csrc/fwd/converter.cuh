@@ -29,9 +29,18 @@ CUTLASS_DEVICE void store_matrices(uint32_t address, uint32_t const (&r)[4]) {
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
 }
 
+template <bool kFirst, class First, class Second>
+CUTLASS_DEVICE auto& first_if(First& first, Second& second) {
+  if constexpr (kFirst) {
+    return first;
+  } else {
+    return second;
+  }
+}
+
 // Transposes what the producer brings, in its order. The share of one warp: every kConverterWarps-th 16 channels.
 template <class Config, int kWarp>
-CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename Config::SharedStorage& smem) {
+CUTLASS_DEVICE void convert_v(typename Config::Params const& params, typename Config::SharedStorage& smem) {
   static_assert(Config::kTileN == 128, "a line of the transposed tile is a swizzle's 128 bytes");
   constexpr int kSlab = Config::kSlabColumnsV;
   constexpr int kKeySteps = Config::kTileN / kTransposedKeys;
@@ -54,21 +63,15 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
   PipelineState<Config::kStagesVRows> rows_state;
   // Rings of as many stages share a state: a converter has few registers.
   constexpr bool kInStep = Config::kStagesVRows == Config::kStagesKV;
-  std::conditional_t<kInStep, PipelineState<Config::kStagesVRows>&, PipelineState<Config::kStagesKV>> vt_state =
-      [&]() -> decltype(vt_state) {
-    if constexpr (kInStep) {
-      return rows_state;
-    } else {
-      return {};
-    }
-  }();
+  PipelineState<Config::kStagesKV> own_vt_state;
+  auto& vt_state = first_if<kInStep>(rows_state, own_vt_state);
 
   StaticScheduler scheduler(params.scheduler, blockIdx.x);
   Tile tile;
   while (scheduler.next(tile)) {
     SeqlenInfo const seqlen(params.seqlen, tile.batch_idx);
-    BlockRange const range =
-        Config::mask(params, seqlen).key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
+    auto const mask = Config::mask(params, seqlen);
+    BlockRange const range = mask.key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
     int n_blocks_left = range.end - range.begin;
     CUTLASS_PRAGMA_NO_UNROLL
     while (n_blocks_left-- > 0) {
@@ -113,17 +116,6 @@ CUTLASS_DEVICE void transpose_v(typename Config::Params const& params, typename 
       vt_state.advance();
     }
   }
-}
-
-// Code of its own for each warp, in which offsets are constants.
-template <class Config>
-CUTLASS_DEVICE void convert_v(typename Config::Params const& params, typename Config::SharedStorage& smem,
-                              int converter_idx) {
-  cute::for_each(cute::make_int_sequence<Config::kConverterWarps>{}, [&](auto idx) {
-    if (converter_idx == idx) {
-      transpose_v<Config, idx>(params, smem);
-    }
-  });
 }
 
 }  // namespace fa3::fwd

@@ -102,4 +102,13 @@ struct BlockScaledSoftmax : RowStatistics {
   }
 };
 
+// O += scale * (P V of a block), for kCount of O's registers from `first` on.
+template <int kCount, class TensorO, class TensorPV>
+CUTLASS_DEVICE void add_scaled(TensorO& o, int first, TensorPV const& pv, float scale) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    o(first + i) = fmaf(pv(i), scale, o(first + i));
+  }
+}
+
 }  // namespace fa3::fwd

@@ -3,8 +3,9 @@
 //   warpgroup 0        producer: one warp issues all TMA loads (producer.cuh)
 //                      converter: FP8, the other three warps transpose V in shared memory (converter.cuh), unless the
 //                      quantizer has written it transposed
-//   warpgroups 1..     consumers: 64 query rows each (consumer.cuh); the main loop is in schedule_overlapped.cuh, for
-//                      FP8 at head_dim 128 and 256 in schedule_serial.cuh
+//   warpgroups 1..     consumers: 64 query rows each (consumer.cuh); the main loop is in schedule_overlapped.cuh, of
+//   FP8
+//                      in schedule_fp8.cuh
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -12,12 +13,11 @@
 #include "fwd/config.h"
 #include "fwd/converter.cuh"
 #include "fwd/producer.cuh"
+#include "fwd/schedule_fp8_overlapped.cuh"
 #include "fwd/schedule_overlapped.cuh"
 #include "fwd/schedule_serial.cuh"
 
 namespace fa3::fwd {
-
-enum class Role { kProducer, kConverter, kConsumer };
 
 template <class Config>
 CUTLASS_DEVICE void init_barriers(typename Config::SharedStorage& smem) {
@@ -49,23 +49,29 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   __syncthreads();
 
   int const warpgroup_idx = cutlass::canonical_warp_group_idx();
-  int const warp_idx = cutlass::canonical_warp_idx_sync();
-  Role const role = warpgroup_idx > 0 ? Role::kConsumer : warp_idx == 0 ? Role::kProducer : Role::kConverter;
-  if (role == Role::kConsumer) {
-    cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
-    if constexpr (Config::kSchedule == Schedule::kOverlapped) {
-      OverlappedSchedule<Config>(params, smem, warpgroup_idx - 1).run();
-    } else {
-      SerialSchedule<Config>(params, smem, warpgroup_idx - 1).run();
+  if (warpgroup_idx == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
+    // Computed before the branch, this index costs FP8 consumers a register that they do not have.
+    int const warp_idx = cutlass::canonical_warp_idx_sync();
+    if (warp_idx == 0 && cute::elect_one_sync()) {
+      produce<Config>(params, smem);
+    }
+    if constexpr (Config::kConvertsV) {
+      // Code of its own for each warp, in which offsets are constants.
+      cute::for_each(cute::make_int_sequence<Config::kConverterWarps>{}, [&](auto converter_idx) {
+        if (warp_idx == converter_idx + 1) {
+          convert_v<Config, converter_idx>(params, smem);
+        }
+      });
     }
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
-    if (role == Role::kProducer) {
-      if (cute::elect_one_sync()) {
-        produce<Config>(params, smem);
-      }
-    } else if constexpr (Config::kConvertsV) {
-      convert_v<Config>(params, smem, warp_idx - 1);
+    cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
+    if constexpr (Config::kSchedule == Schedule::kSerial) {
+      consume_serial<Config>(params, smem, warpgroup_idx - 1);
+    } else if constexpr (Config::kFp8) {
+      Fp8OverlappedSchedule<Config>(params, smem, warpgroup_idx - 1).run();
+    } else {
+      OverlappedSchedule<Config>(params, smem, warpgroup_idx - 1).run();
     }
   }
 }

@@ -67,7 +67,7 @@ void launch(FwdParams const& params, cudaStream_t stream) {
   };
   typename Config::Params const kernel_params = [&] {
     if constexpr (Config::kFp8) {
-      return Fp8KernelParams{common_params, params.fp8};
+      return Fp8KernelParams{common_params, params.fp8, causal};
     } else {
       return common_params;
     }

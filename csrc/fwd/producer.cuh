@@ -80,8 +80,8 @@ CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Conf
   KeyBlock previous;
   while (scheduler.next(tile)) {
     SeqlenInfo const seqlen(params.seqlen, tile.batch_idx);
-    BlockRange const range =
-        Config::mask(params, seqlen).key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
+    auto const mask = Config::mask(params, seqlen);
+    BlockRange const range = mask.key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
     for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
       KeyBlock const block{n_block * Config::kTileN, tile.head_idx / params.group_size, seqlen.rows_k()};
       load_k(block);

@@ -1,16 +1,12 @@
-// A consumer warpgroup whose products overlap (FlashAttention-3, algorithm 2): P V of a block is issued with Q K^T of
-// the next. All 16-bit kernels, and FP8 at head_dim 64.
+// A consumer warpgroup of the 16-bit kernels, whose products overlap (FlashAttention-3, algorithm 2): P V of a block is
+// issued with Q K^T of the next.
 //
-// per step: wait k.full, wait its turn, issue S = Q K^T (this block), wait v.full, issue P V (previous block),
-//           pass the turn, wait S, release k, mask, softmax, wait P V, release v, P
+// per step: wait k.full, wait its turn, issue S = Q K^T (this block), wait v.full, issue O += P V (previous block),
+//           pass the turn, wait S, release k, mask, softmax, wait O, release v, P, rescale O
 //
-// 16 bits: O is the accumulator of P V. The pipeline does not drain between tiles: the last P V of a tile is issued
-// together with the first Q K^T of the next, and O is written while the other warpgroups compute. Where O takes the
-// place of Q in shared memory it has to drain.
-//
-// FP8: the tensor cores add FP8 products with about 14 bits and drop what lies below, so that a sum over many thousand
-// keys would drift towards zero. P V of every block starts anew and is added to O in fp32 (two-level accumulation, as
-// in DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+// The pipeline does not drain between tiles: the last P V of a tile is issued together with the first Q K^T of the
+// next, and O is written while the other warpgroups compute. Where O takes the place of Q in shared memory it has to
+// drain.
 #pragma once
 
 #include "fwd/consumer.cuh"
@@ -29,7 +25,7 @@ class OverlappedSchedule {
     c.scheduler.next(next);  // there is one: the grid has no more CTAs than tiles
     Config::Turns::start(c.warpgroup_idx);
     c.begin_tile(next);
-    if constexpr (kDrains) {
+    if constexpr (Config::kOutAliasesQ) {
       bool has_next = true;
       while (has_next) {
         skip_k(c.skipped_after);
@@ -39,10 +35,8 @@ class OverlappedSchedule {
         skip_k(c.skipped_before);
         skip_v(c.skipped_before);
         c.store_tile(c.tile);
-        if constexpr (Config::kOutAliasesQ) {
-          cute::tma_store_wait<0>();  // O has left the place of Q
-          c.release_q();
-        }
+        cute::tma_store_wait<0>();  // O has left the place of Q
+        c.release_q();
         has_next = c.scheduler.next(next);
         c.begin_tile(next);
       }
@@ -85,8 +79,6 @@ class OverlappedSchedule {
   }
 
  private:
-  static constexpr bool kDrains = Config::kOutAliasesQ || Config::kFp8;
-
   // Key blocks of the CTA that this warpgroup does not visit: it passes its turns and releases K unread; and V, which
   // arrives later, after the next product.
   CUTLASS_DEVICE void skip_k(int count) {
@@ -137,49 +129,28 @@ class OverlappedSchedule {
 
   CUTLASS_DEVICE void first_softmax() {
     c.begin_softmax();
-    c.scale_log2 = c.scores.scale_log2(c.range.end - 1);
     c.update_max(c.range.end - 1);
-    if constexpr (Config::kFp8) {
-      c.correction[0] = c.correction[1] = 1.f;  // O is empty
-    }
     c.exponentiate();
-    if constexpr (!Config::kFp8) {
-      c.write_p();
-    }
+    c.write_p();
   }
 
   // The blocks after it, down to the first of the range: S of n_block in flight together with P V of n_block + 1.
   CUTLASS_DEVICE void middle_blocks() {
     for (int n_block = c.range.end - 2; n_block >= c.range.begin; --n_block) {
-      c.scale_log2 = c.scores.scale_log2(n_block);
-      float v_scale = 1.f;
-      if constexpr (Config::kFp8) {
-        v_scale = c.scores.v_scale(n_block + 1);
-      }
       smem.pipeline_k.wait(k_state);
       c.wait_turn();
       c.issue_qk(k_state.stage);
       smem.pipeline_v.wait(v_state);
       c.issue_pv(v_state.stage, n_block < c.range.end - 2);
       c.pass_turn();
-      if constexpr (Config::kFp8) {
-        c.rescale_o();  // to the maximum that the P in flight was made with
-      }
       cute::warpgroup_wait<1>();
       release_k(n_block);
       c.update_max(n_block);
-      if constexpr (!Config::kFp8) {
-        c.exponentiate();
-      }
+      c.exponentiate();
       cute::warpgroup_wait<0>();
       release_v();
-      if constexpr (Config::kFp8) {
-        c.template add_pv_slice<0>(v_scale);
-        c.exponentiate();
-      } else {
-        c.write_p();
-        c.rescale_o();
-      }
+      c.write_p();
+      c.rescale_o();
     }
   }
 
@@ -188,16 +159,8 @@ class OverlappedSchedule {
     smem.pipeline_v.wait(v_state);
     c.issue_pv(v_state.stage, c.range.end - c.range.begin > 1);
     c.pass_turn();
-    if constexpr (Config::kFp8) {
-      float const v_scale = c.scores.v_scale(c.range.begin);
-      c.rescale_o();
-      cute::warpgroup_wait<0>();
-      release_v();
-      c.template add_pv_slice<0>(v_scale);
-    } else {
-      cute::warpgroup_wait<0>();
-      release_v();
-    }
+    cute::warpgroup_wait<0>();
+    release_v();
   }
 
   Consumer<Config> c;

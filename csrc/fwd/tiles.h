@@ -8,8 +8,8 @@ namespace fa3::fwd {
 
 // In which order a consumer warpgroup issues its two products.
 enum class Schedule {
-  kOverlapped,  // P V of a block together with Q K^T of the next (schedule_overlapped.cuh)
-  kSerial,      // one after the other: P V uses the accumulator registers of S (schedule_serial.cuh)
+  kOverlapped,  // P V of a block together with Q K^T of the next
+  kSerial,      // one after the other: P V uses the accumulator registers of S (FP8)
 };
 
 // How V comes to the product P V.

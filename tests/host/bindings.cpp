@@ -1,5 +1,5 @@
-// The integer logic and the tables of csrc for Python. It needs no GPU and no CUDA headers: tests/host/build.py compiles
-// it.
+// The integer logic and the tables of csrc for Python. It needs no GPU and no CUDA headers: tests/host/build.py
+// compiles it.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -95,7 +95,8 @@ static void bind_schedulers(py::module_& m) {
   m.def("all_tiles", &all_tiles, py::arg("params"));
 }
 
-// The tables of tiles, by the name of what is built of each: fwd_bf16_hdim64_short is made of FWD_TILES["hdim64_short"].
+// The tables of tiles, by the name of what is built of each: fwd_bf16_hdim64_short is made of
+// FWD_TILES["hdim64_short"].
 static void bind_tiles(py::module_& m) {
   namespace fwd = fa3::fwd;
   namespace bwd = fa3::bwd;
