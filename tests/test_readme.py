@@ -51,3 +51,29 @@ def test_number_of_kernels_in_the_readme():
     kernels = [path for part in ("fwd", "bwd") for path in (ROOT / "csrc" / part).glob(f"{part}_*.cu")]
     stated = re.search(r"A full build compiles (\d+) attention kernels", README)
     assert int(stated[1]) == len(kernels)
+
+
+def code_spans(document: str) -> list[str]:
+    """What stands between single backticks."""
+    text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    return re.findall(r"`([^`]+)`", text)
+
+
+PAGES = ["README.md", "docs/forward.md", "docs/backward.md"]
+
+
+@pytest.mark.parametrize("document", [*PAGES, *DESIGN])
+def test_named_sources_exist(document):
+    paths = {span for span in code_spans(document) if re.fullmatch(r"(csrc|fa3|benchmarks|docs)/[\w./-]*", span)}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", [*PAGES[1:], *DESIGN])
+def test_named_identifiers_are_in_the_code(document):
+    """Words with an underscore or a capital inside: names of our code, or of the instructions that it uses."""
+    files = [path for folder in ("csrc", "fa3", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    sources = "\n".join(path.read_text() for path in files if path.suffix in (".cuh", ".h", ".cu", ".cpp", ".py"))
+    known = set(re.findall(r"\w+", sources))
+    words = {word for span in code_spans(document) if "/" not in span for word in re.findall(r"[A-Za-z_]\w+", span)}
+    named = {word for word in words if "_" in word or re.search(r"[a-z][A-Z]", word)}
+    assert sorted(named - known) == []
