@@ -376,7 +376,7 @@ def backward_roles(path: Path) -> None:
         2.3,
         CONVERTER,
         "warps 1 to 3:\ndq_writer",
-        "one thread each,\nsteps in rotation:\nTMA reduce-add of dQ",
+        "one thread each,\nparts in rotation:\nTMA reduce-add of dQ",
     )
 
     panel(axes, 5.9, 3.5, "shared memory", top=top)
@@ -389,7 +389,7 @@ def backward_roles(path: Path) -> None:
         3.25,
         "dS ring",
         ["stage 0", "stage 1", "..."],
-        "up to head_dim 128 both write it; both read it",
+        "read by both warpgroups",
         fill=CONSUMER,
     )
     ring(axes, 6.2, 1.95, "dQ", ["warpgroup 1", "warpgroup 2"], "columns of the head, 64 queries", fill=CONSUMER)
@@ -423,7 +423,7 @@ def backward_roles(path: Path) -> None:
     label(axes, 2.22, 2.37, "add", size=7.5, color=DATA)
     axes.plot([12.3, 12.3], [1.95, 0.9], color=DATA, linewidth=1.3)
     arrow(axes, (12.3, 0.9), (1.6, 0.9))
-    label(axes, 7.6, 1.08, "dK and dV of both warpgroups, once per tile, by TMA store", size=7.5, color=DATA)
+    label(axes, 7.65, 1.08, "dK and dV of both warpgroups, once per tile, by TMA store", size=7.5, color=DATA)
 
     legend(
         axes, 0.1, -0.05,
