@@ -21,6 +21,7 @@ from benchmarks import (
     plot,
     report,
     runner,
+    summary,
     timing,
 )
 from benchmarks.bench_training import Layer
@@ -242,6 +243,28 @@ def test_deterministic_cost_and_summary():
     assert [line.split(":")[0].strip() for line in text] == ["head_dim 64", "all"]
     assert "geometric mean +10.0%, maximum +21.0% (head_dim 64, causal, seqlen 512), 2 cells" in text[-1]
     assert report.deterministic_summary(rows[2:]) == ""
+
+
+def test_speeds_of_the_readme():
+    cell = row(64, fa3=2.0, fa3_bf16=3.0, peer=1.0) | {"share_of_copy": {"cast": 0.9}}
+    assert summary.over_best_peer("fa3")(cell) == 0.5
+    assert summary.over("fa3", "fa3-bf16")(cell) == 1.5
+    assert summary.over("fa3", "absent")(cell) is None
+    assert summary.share_of_copy("cast")(cell) == 0.9
+    assert summary.chosen([cell], {"head_dim": 64, "causal": True}) == [cell]
+    assert summary.chosen([cell], {"head_dim": 128}) == []
+    assert summary.mean([0.5, 2.0]) == "1.00"
+
+
+def test_blocks_of_the_readme_are_replaced():
+    old = "\n".join(f"{name}:\n<!-- benchmarks.summary: {name} -->\nold\n<!-- end -->" for name in summary.BLOCKS)
+    new = summary.with_blocks(old)
+    assert "old" not in new.split()
+    assert new.count("\n<!-- end -->") == len(summary.BLOCKS)
+    assert all(block(summary.RESULTS) in new for block in summary.BLOCKS.values())
+    assert summary.with_blocks(new) == new
+    with pytest.raises(SystemExit, match="markers of block headline"):
+        summary.with_blocks(old.replace("headline", "headlines"))
 
 
 def test_commit_without_git(monkeypatch, tmp_path):

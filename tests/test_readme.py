@@ -1,17 +1,21 @@
-"""What the documents name is there: files behind links, and make's targets."""
+"""The documents against the tree and the results: files behind links, make's targets, figures, counts."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import summary
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "benchmarks/README.md", *(f"docs/design/{x}.md" for x in ("forward", "backward", "fp8"))]
+DESIGN = [f"docs/design/{name}.md" for name in ("forward", "backward", "fp8")]
+DOCUMENTS = ["README.md", "benchmarks/README.md", "docs/forward.md", "docs/backward.md", *DESIGN]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -24,55 +28,52 @@ def test_named_files_and_targets_exist(document):
     assert set(re.findall(r"\bmake ([a-z-]+)(?=[ `\n])", text)) <= targets
 
 
-OURS = ("fa3", "fa3-deterministic")
-RESULTS = ROOT / "benchmarks/results/nvidia-h200"
-MEASURED = [
-    (name, passes) for name, passes in (("forward", "fwd"), ("backward", "bwd")) if (RESULTS / f"{name}.json").exists()
-]
+@pytest.mark.parametrize("document", ["docs/forward.md", "docs/backward.md", *DESIGN])
+def test_lines_fit_a_screen(document):
+    lines = (ROOT / document).read_text().splitlines()
+    assert [line for line in lines if len(line) > 100] == []
 
 
-@pytest.mark.parametrize(("results", "passes"), MEASURED)
-def test_numbers_in_the_readme_are_those_of_the_results(results, passes):
-    """Geometric mean and minimum over the best peer, as the results file has them."""
-    rows = json.loads((RESULTS / f"{results}.json").read_text())["rows"]
-    ratios = [
-        row["tflops"]["fa3"] / max(tflops for name, tflops in row["tflops"].items() if name not in OURS)
-        for row in rows
-        if row["pass"] == passes
-    ]
-    section = re.search(rf"^{results.capitalize()}, bf16.*?(?=^\w+, bf16|\Z)", README, re.DOTALL | re.MULTILINE)[0]
-    stated = re.search(r"geometric mean ([\d.]+) .*?lowest ([\d.]+)\.\n", section, re.DOTALL)
-    assert float(stated[1]) == pytest.approx(math.prod(ratios) ** (1 / len(ratios)), abs=6e-4)
-    assert float(stated[2]) == pytest.approx(min(ratios), abs=6e-4)
+@pytest.mark.parametrize("name", summary.BLOCKS)
+def test_figures_in_the_readme_are_those_of_the_results(name):
+    """If this fails: python -m benchmarks.summary --write."""
+    assert summary.marked(name).findall(README) == [f"{summary.BLOCKS[name](summary.RESULTS)}\n"]
 
 
-@pytest.mark.skipif(("backward", "bwd") not in MEASURED, reason="the backward's results are not there yet")
-def test_cost_of_the_deterministic_mode_in_the_readme():
-    rows = json.loads((RESULTS / "backward.json").read_text())["rows"]
-    costs = [row["ms"]["fa3-deterministic"] / row["ms"]["fa3"] for row in rows if row["pass"] == "bwd"]
-    stated = re.search(r"costs (\d+) % .*?at most (\d+) %", README, re.DOTALL)
-    assert int(stated[1]) == round(100 * (math.prod(costs) ** (1 / len(costs)) - 1))
-    assert int(stated[2]) == round(100 * (max(costs) - 1))
+def test_there_are_no_other_figures_of_speed_in_the_readme():
+    text = README
+    for name in summary.BLOCKS:
+        text = summary.marked(name).sub("", text)
+    assert re.findall(r"[\d.]+ (?:TFLOP/s|GB/s|times)|geometric mean [\d.]+", text) == []
 
 
-@pytest.mark.parametrize(
-    ("ours", "peer", "stated"),
-    [
-        ("fa3-transposed-v", "fa3-fwd", r"([\d.]+) times `fa3-fwd` in"),
-        ("fa3-transposed-v", "fa3-bf16", r"([\d.]+) times our bf16"),
-        ("fa3", "fa3-fwd", r"([\d.]+) times `fa3-fwd` with V in rows"),
-    ],
-)
-def test_fp8_numbers_in_the_readme(ours, peer, stated):
-    """Geometric means of all cells and of each head_dim, and the least over upstream's."""
-    rows = json.loads((RESULTS / "fp8.json").read_text())["rows"]
+def test_number_of_kernels_in_the_readme():
+    kernels = [path for part in ("fwd", "bwd") for path in (ROOT / "csrc" / part).glob(f"{part}_*.cu")]
+    stated = re.search(r"A full build compiles (\d+) attention kernels", README)
+    assert int(stated[1]) == len(kernels)
 
-    def ratios(*head_dims: int) -> list[float]:
-        return [row["tflops"][ours] / row["tflops"][peer] for row in rows if row["head_dim"] in head_dims]
 
-    means = [math.prod(x) ** (1 / len(x)) for x in (ratios(64, 128, 256), ratios(64), ratios(128), ratios(256))]
-    found = re.search(stated + r".*?\(([\d.]+),\s([\d.]+)\sand\s([\d.]+)", README, re.DOTALL)
-    assert [float(x) for x in found.groups()] == pytest.approx(means, abs=5.1e-3 if peer == "fa3-bf16" else 5.1e-4)
-    if peer == "fa3-fwd":
-        worst = re.search(stated + r".*?at\sworst\s([\d.]+)", README, re.DOTALL)
-        assert float(worst[2]) == pytest.approx(min(ratios(64, 128, 256)), abs=5.1e-4)
+def code_spans(document: str) -> list[str]:
+    """What stands between single backticks."""
+    text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    return re.findall(r"`([^`]+)`", text)
+
+
+PAGES = ["README.md", "docs/forward.md", "docs/backward.md"]
+
+
+@pytest.mark.parametrize("document", [*PAGES, *DESIGN])
+def test_named_sources_exist(document):
+    paths = {span for span in code_spans(document) if re.fullmatch(r"(csrc|fa3|benchmarks|docs)/[\w./-]*", span)}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", [*PAGES[1:], *DESIGN])
+def test_named_identifiers_are_in_the_code(document):
+    """Words with an underscore or a capital inside: names of our code, or of the instructions that it uses."""
+    files = [path for folder in ("csrc", "fa3", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    sources = "\n".join(path.read_text() for path in files if path.suffix in (".cuh", ".h", ".cu", ".cpp", ".py"))
+    known = set(re.findall(r"\w+", sources))
+    words = {word for span in code_spans(document) if "/" not in span for word in re.findall(r"[A-Za-z_]\w+", span)}
+    named = {word for word in words if "_" in word or re.search(r"[a-z][A-Z]", word)}
+    assert sorted(named - known) == []
