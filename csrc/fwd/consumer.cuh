@@ -1,5 +1,6 @@
-// A consumer warpgroup: 64 rows of O = softmax(Q K^T) V, tile after tile. This is what the two schedules share:
-// operands and accumulators, the key blocks that the warpgroup visits, and the steps that a schedule puts in order.
+// A consumer warpgroup: 64 rows of O = softmax(Q K^T) V, tile after tile. This is what the two overlapped schedules
+// share, 16-bit and FP8: operands and accumulators, the key blocks that the warpgroup visits, and the steps that a
+// schedule puts in order.
 #pragma once
 
 #include "common/mask.cuh"
