@@ -12,7 +12,7 @@ SHELL := /bin/bash
 TORCH ?= 2.14.1
 VENV := .venv
 LIBRARY := fa3/_C.abi3.so
-CPP_FILES = $(shell find $(wildcard csrc tests/host) -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+CPP_FILES = $(shell find $(wildcard csrc tests/host tests/device) -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
 ifeq ($(origin PYTHON),undefined)
 PYTHON := $(VENV)/bin/python

@@ -128,6 +128,9 @@ def is_ordered_by_its_warp(direction: str, first: str, second: str) -> bool:
     if direction == "backward":
         bulk_copy = "cute::SM90_BULK_COPY_G2S::copy"
         # The line table lays some of the vector's loads to a function that is inlined beside them.
-        readers = ("fa3::QueryVector::QueryVector", "fa3::PipelineState::previous")
-        return pair in [{bulk_copy, reader} for reader in readers] or pair == {"fa3::load_halves", "fa3::store_halves"}
+        readers = ("fa3::bwd::QueryVector::QueryVector", "fa3::PipelineState::previous")
+        return pair in [{bulk_copy, reader} for reader in readers] or pair == {
+            "fa3::bwd::load_halves",
+            "fa3::bwd::store_halves",
+        }
     return direction == "fp8" and "cute::SM90_TMA_LOAD_4D::copy" in pair

@@ -377,10 +377,10 @@ def test_saved_tensors_may_have_any_strides(mask):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("dout", lambda x: x[:, 1:], r"bwd: dout must have q's shape \(2, 129, 2, 64\), got \(2, 128, 2, 64\)"),
+        ("dout", lambda x: x[:, 1:], r"bwd: dout must have the shape .* \(2, 129, 2, 64\), got \(2, 128, 2, 64\)"),
         ("dout", lambda x: x.half(), "bwd: dout must have q's dtype"),
         ("dout", lambda x: x.cpu(), "bwd: dout must be on a CUDA device"),
-        ("out", lambda x: x[0], "bwd: out must have q's shape"),
+        ("out", lambda x: x[0], "bwd: out must have the shape"),
         ("lse", lambda x: x.mT, "bwd: lse must have the shape"),
         ("lse", lambda x: x.bfloat16(), "bwd: lse must be float32"),
         ("dlse", lambda x: x[..., None], "bwd: dlse must have the shape"),

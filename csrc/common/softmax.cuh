@@ -51,12 +51,14 @@ struct RowStatistics {
   }
 
  protected:
-  template <class Scores>
-  CUTLASS_DEVICE static void max_of_rows(Scores& scores, float (&max)[kRowsPerThread]) {
+  // Of the scores, and of row_max where it is in the same units: first in the chain it delays nothing.
+  template <bool kWithRowMax, class Scores>
+  CUTLASS_DEVICE void max_of_rows(Scores& scores, float (&max)[kRowsPerThread]) const {
     auto s = rows_and_columns(scores);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      float max_even = s(i, 0), max_odd = s(i, 1);  // two chains, to halve the latency
+      // Two chains, to halve the latency.
+      float max_even = kWithRowMax ? fmaxf(row_max[i], s(i, 0)) : s(i, 0), max_odd = s(i, 1);
       CUTLASS_PRAGMA_UNROLL
       for (int c = 2; c < decltype(cute::size<1>(s))::value; c += 2) {
         max_even = fmaxf(max_even, s(i, c));
@@ -77,13 +79,12 @@ struct OnlineSoftmax : RowStatistics {
   // be multiplied with. scale_log2 is softmax_scale * log2(e).
   template <class Scores>
   CUTLASS_DEVICE void update_max(Scores& scores, float scale_log2, float (&correction)[kRowsPerThread]) {
-    float tile_max[kRowsPerThread];
-    max_of_rows(scores, tile_max);
+    float new_max[kRowsPerThread];
+    max_of_rows</*kWithRowMax=*/true>(scores, new_max);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      float const new_max = fmaxf(row_max[i], tile_max[i]);
-      correction[i] = exp2_approx((row_max[i] - finite_max(new_max)) * scale_log2);
-      row_max[i] = new_max;
+      correction[i] = exp2_approx((row_max[i] - finite_max(new_max[i])) * scale_log2);
+      row_max[i] = new_max[i];
     }
   }
 

@@ -27,10 +27,10 @@ struct BlockScaledSoftmax : RowStatistics {
         is_wrong |= tile_max[i] < 0.f && row_max[i] < 0.f;  // a row_max that is not below 0 stays in any case
       }
       if (__any_sync(0xffffffff, is_wrong)) {
-        max_of_rows(scores, tile_max);
+        max_of_rows</*kWithRowMax=*/false>(scores, tile_max);
       }
     } else {
-      max_of_rows(scores, tile_max);
+      max_of_rows</*kWithRowMax=*/false>(scores, tile_max);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {

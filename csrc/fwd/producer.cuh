@@ -82,7 +82,8 @@ CUTLASS_DEVICE void produce(typename Config::Params const& params, typename Conf
     SeqlenInfo const seqlen(params.seqlen, tile.batch_idx);
     auto const mask = Config::mask(params, seqlen);
     BlockRange const range = mask.key_blocks(tile.block * Config::kTileM, Config::kTileM, Config::kTileN);
-    for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
+    CUTLASS_PRAGMA_NO_UNROLL  // unrolled, it would not fit the producer's registers
+        for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
       KeyBlock const block{n_block * Config::kTileN, tile.head_idx / params.group_size, seqlen.rows_k()};
       load_k(block);
       if (kVLagsK && has_previous) {
