@@ -13,7 +13,8 @@ constexpr int kColumns = 64, kHeads = 3, kBoxRows = 16, kHead = 1;
 __global__ void copy_box(__grid_constant__ CUtensorMap const map, fa3::TmaRows rows, int row, bool store,
                          Element* box) {
   __shared__ alignas(1024) Element smem[kBoxRows * kColumns];
-  __shared__ fa3::Pipeline<1> pipeline;
+  __shared__ alignas(8) char pipeline_storage[sizeof(fa3::Pipeline<1>)];
+  auto& pipeline = *reinterpret_cast<fa3::Pipeline<1>*>(pipeline_storage);
   if (threadIdx.x == 0) {
     pipeline.init(1);
     cutlass::arch::fence_barrier_init();
