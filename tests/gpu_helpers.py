@@ -129,7 +129,12 @@ def is_ordered_by_its_warp(direction: str, first: str, second: str) -> bool:
         bulk_copy = "cute::SM90_BULK_COPY_G2S::copy"
         # The line table lays some of the vector's loads to a function that is inlined beside them.
         readers = ("fa3::bwd::QueryVector::QueryVector", "fa3::PipelineState::previous")
-        return pair in [{bulk_copy, reader} for reader in readers] or pair == {
+        # It lays one of P's stores to QueryTileIterator::advance, too, which touches registers alone.
+        stores_of_p = ("fa3::bwd::store_halves", "fa3::bwd::QueryTileIterator::advance")
+        return pair in [
+            *({bulk_copy, reader} for reader in readers),
+            *({"fa3::bwd::load_halves", store} for store in stores_of_p),
+        ]
             "fa3::bwd::load_halves",
             "fa3::bwd::store_halves",
         }

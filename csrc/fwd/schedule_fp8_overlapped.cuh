@@ -45,6 +45,9 @@ class Fp8OverlappedSchedule {
   CUTLASS_DEVICE void begin_tile(Tile const& tile) {
     c.begin_tile(tile);
     n_block = c.range.end - 1;
+    c.begin_softmax();
+    c.scale_log2 = c.scores.scale_log2(n_block);
+    v_scale = c.scores.v_scale(n_block);
     if (c.skipped_after > 0) {
       c.wait_turn();
       c.pass_turn();
@@ -62,9 +65,6 @@ class Fp8OverlappedSchedule {
 
   // P of the first block visited, the last of the tile's range. Its S has arrived.
   CUTLASS_DEVICE void prologue() {
-    c.begin_softmax();
-    c.scale_log2 = c.scores.scale_log2(n_block);
-    v_scale = c.scores.v_scale(n_block);
     smem.pipeline_k.release(state);
     if (c.skipped_after > 0) {
       smem.pipeline_v.wait(state.previous());
