@@ -135,7 +135,4 @@ def is_ordered_by_its_warp(direction: str, first: str, second: str) -> bool:
             *({bulk_copy, reader} for reader in readers),
             *({"fa3::bwd::load_halves", store} for store in stores_of_p),
         ]
-            "fa3::bwd::load_halves",
-            "fa3::bwd::store_halves",
-        }
-    return direction == "fp8" and "cute::SM90_TMA_LOAD_4D::copy" in pair
+    return direction == "fp8" and "cute::SM90_TMA_LOAD_5D::copy" in pair
