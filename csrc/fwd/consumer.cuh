@@ -86,15 +86,6 @@ struct Consumer {
     skipped_before = range.begin - cta.begin;
   }
 
-  // How many key blocks of the CTA come after those that this warpgroup visits of a tile.
-  CUTLASS_DEVICE int skipped_after_of(Tile const& other) const {
-    auto const mask = Config::mask(params, SeqlenInfo(params.seqlen, other.batch_idx));
-    int const first_query = other.block * Config::kTileM;
-    BlockRange const cta = mask.key_blocks(first_query, Config::kTileM, Config::kTileN);
-    int const own_query = first_query + warpgroup_idx * kRowsPerWarpgroup;
-    return cta.end - visited_blocks(cta, mask.key_blocks(own_query, kRowsPerWarpgroup, Config::kTileN)).end;
-  }
-
   // --- turns
 
   CUTLASS_DEVICE void wait_turn() { Turns::wait_turn(warpgroup_idx); }

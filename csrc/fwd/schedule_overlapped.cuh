@@ -44,7 +44,6 @@ class OverlappedSchedule {
       skip_k(c.skipped_after);
       prologue();
       bool has_next = c.scheduler.next(next);
-      int next_skipped_after = c.skipped_after_of(next);
       while (true) {
         middle_blocks();
         if (!has_next) {
@@ -53,8 +52,9 @@ class OverlappedSchedule {
         // The last block of one tile and the first of the next.
         Tile const done = c.tile;
         bool const accumulate = c.range.end - c.range.begin > 1;
-        int const skipped = c.skipped_before + next_skipped_after;
-        skip_k(skipped);
+        int const skipped_before = c.skipped_before;
+        c.begin_tile(next);
+        skip_k(skipped_before + c.skipped_after);
         c.wait_q();
         smem.pipeline_k.wait(k_state);
         c.wait_turn();
@@ -62,15 +62,12 @@ class OverlappedSchedule {
         smem.pipeline_v.wait(v_state);
         c.issue_pv(v_state.stage, accumulate);
         c.pass_turn();
-        // While the tensor cores work.
-        c.begin_tile(next);
-        has_next = c.scheduler.next(next);
-        next_skipped_after = c.skipped_after_of(next);
+        has_next = c.scheduler.next(next);  // while the tensor cores work
         cute::warpgroup_wait<0>();
         release_k(c.range.end - 1);
         release_v();
         c.store_tile(done);
-        skip_v(skipped);
+        skip_v(skipped_before + c.skipped_after);
         first_softmax();
       }
       last_block();
