@@ -313,16 +313,20 @@ def test_v_is_transposed_in_shared_memory(name):
 def step_loops(name: str) -> list[list[Instruction]]:
     """The innermost loops that issue WGMMAs, each once: the steps of a consumer warpgroup.
 
-    ptxas puts the spinning of waits at the end of the code, so that what lies between looks like a loop too; it issues
-    one or two products.
+    ptxas puts the spinning of waits at the end of the code, from where it branches back: what lies between looks like a
+    loop too, but one that begins inside of another and ends outside of it.
     """
     loops = {}
     for x in sass(name):
         if x.name.startswith("HGMMA") and (loop := innermost_loop(sass(name), x)):
             loops[loop[0].address] = loop
-    shortest = sorted(loops.values(), key=len)
-    innermost = [loop for loop in shortest if not any(other is not loop and other[0] in loop for other in shortest)]
-    return [loop for loop in innermost if groups_of_wgmmas(loop) > 2]
+    spans = [(loop[0].address, loop[-1].address) for loop in loops.values()]
+    nested = [
+        loop
+        for loop, (begin, end) in zip(loops.values(), spans, strict=True)
+        if not any(other_begin < begin <= other_end < end for other_begin, other_end in spans)
+    ]
+    return [loop for loop in nested if not any(other is not loop and other[0] in loop for other in nested)]
 
 
 @each_backward
