@@ -19,6 +19,9 @@ from tiles import (
     tile_for,
 )
 
+from fa3.fp8_format import FP8_SCALE_ROWS
+from fa3.mask import Mask
+
 LARGEST = 2**31 - 1025  # the largest size that csrc/ops/torch_op.h lets through
 L2_BUDGET_BYTES = 32 << 20  # csrc/fwd/launch.cuh
 BWD_L2_BUDGET_BYTES = 40 << 20  # csrc/bwd/launch.cuh
@@ -163,6 +166,43 @@ def test_a_warpgroup_visits_what_its_rows_see(host, case, seqlen_q, seqlen_k, ti
                 for block in {*range(visited.begin, visited.end)}
                 if not (own.begin <= block < own.end)
             )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@each_length
+def test_causal_mask_is_the_mask(host, causal, seqlen_q, seqlen_k):
+    """What FP8 kernels take in place of Mask."""
+    mask = host.Mask(MaskCase(right=0 if causal else -1).params(host), seqlen_q, seqlen_k)
+    short = host.CausalMask(causal, seqlen_q, seqlen_k)
+    for query in range(seqlen_q + 64):
+        assert mask.keys_of(query)[0] == 0
+        # A row past the end sees every key in either; how Mask writes that differs.
+        assert min(mask.keys_of(query)[1], seqlen_k) == short.end_of_keys(query)
+    for query in range(0, seqlen_q, 64):
+        blocks, expected = short.key_blocks(query, 64, 128), mask.key_blocks(query, 64, 128)
+        for field in ("begin", "end", "unmasked_begin", "unmasked_end"):
+            assert getattr(blocks, field) == getattr(expected, field)
+
+
+@each_mask
+@each_length
+def test_masks_of_both_languages_agree(host, case, seqlen_q, seqlen_k):
+    """fa3/mask.py, which the portable path and the FLOP formulas take."""
+    mask = host.Mask(case.params(host), seqlen_q, seqlen_k)
+    python_mask = Mask(case.left, case.right, case.chunk)
+    for query in range(seqlen_q):
+        keys, expected = (
+            range(max(0, begin), max(0, end))
+            for begin, end in (mask.keys_of(query), python_mask.keys_of(query, seqlen_q, seqlen_k))
+        )
+        assert keys == expected
+    assert host.queries_with_keys(case.params(host), seqlen_q, seqlen_k)[0] == python_mask.first_query(
+        seqlen_q, seqlen_k
+    )
+
+
+def test_constants_of_both_languages_agree(host):
+    assert host.kFp8ScaleRows == FP8_SCALE_ROWS
 
 
 @each_mask

@@ -67,6 +67,13 @@ static void bind_masks(py::module_& m) {
           py::arg("key"))
       .def("key_blocks", &fa3::Mask::key_blocks, py::arg("query"), py::arg("num_queries"), py::arg("tile_n"))
       .def("query_blocks", &fa3::Mask::query_blocks, py::arg("key"), py::arg("num_keys"), py::arg("tile_m"));
+  py::class_<fa3::CausalMask>(m, "CausalMask")
+      .def(py::init([](bool causal, int seqlen_q, int seqlen_k) {
+             return fa3::CausalMask(causal, fa3::SeqlenInfo({1, seqlen_q, seqlen_k}, 0));
+           }),
+           py::arg("causal"), py::arg("seqlen_q"), py::arg("seqlen_k"))
+      .def("end_of_keys", &fa3::CausalMask::end_of_keys, py::arg("query"))
+      .def("key_blocks", &fa3::CausalMask::key_blocks, py::arg("query"), py::arg("num_queries"), py::arg("tile_n"));
   m.def("visited_blocks", &fa3::visited_blocks, py::arg("cta"), py::arg("own"));
   m.def(
       "queries_with_keys",
