@@ -70,8 +70,9 @@ class Mask {
   FA3_HOST_DEVICE BlockRange key_blocks(int query, int num_queries, int tile_n) const {
     Range const first = keys_of(query), last = keys_of(query + num_queries - 1);
     int const end = last.end > tile_n ? ceil_div(last.end, tile_n) : 1;
-    int const begin = first.begin / tile_n;
-    return {begin < end ? begin : end - 1, end, ceil_div(last.begin, tile_n), first.end > 0 ? first.end / tile_n : 0};
+    int const begin = floor_div(first.begin, tile_n);
+    return {begin < end ? begin : end - 1, end, ceil_div(last.begin, tile_n),
+            first.end > 0 ? floor_div(first.end, tile_n) : 0};
   }
 
   // Backward: the query blocks of keys [key, key + num_keys), none where no query sees one of them. Queries past the
@@ -80,7 +81,7 @@ class Mask {
     int const last_key = key + num_keys - 1 < seqlen_k_ ? key + num_keys - 1 : seqlen_k_ - 1;
     Range const first = queries_of(key), all = queries_of(key + num_keys - 1);
     int const end = queries_of(last_key).end;
-    return {first.begin / tile_m, end > 0 ? ceil_div(end, tile_m) : 0, ceil_div(all.begin, tile_m),
+    return {floor_div(first.begin, tile_m), end > 0 ? ceil_div(end, tile_m) : 0, ceil_div(all.begin, tile_m),
             first.end < seqlen_q_ ? first.end / tile_m : ceil_div(seqlen_q_, tile_m)};
   }
 
@@ -110,7 +111,9 @@ class Mask {
             to_last > window.after ? int(unsigned(diagonal) + unsigned(window.after) + 1) : length};
   }
 
-  FA3_HOST_DEVICE static int ceil_div(int a, int b) { return a / b + (a % b > 0); }
+  // Of numbers that are not negative: unsigned, they take fewer instructions.
+  FA3_HOST_DEVICE static int floor_div(unsigned a, unsigned b) { return a / b; }
+  FA3_HOST_DEVICE static int ceil_div(unsigned a, unsigned b) { return (a + b - 1) / b; }
 
   MaskParams params_;
   int seqlen_q_;

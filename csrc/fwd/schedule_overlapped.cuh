@@ -147,6 +147,7 @@ class OverlappedSchedule {
       release_k(n_block);
       c.update_max(n_block);
       c.exponentiate();
+      __syncwarp();  // keeps ptxas from waiting for P V before, and releasing V after, most of the exponentials
       cute::warpgroup_wait<0>();
       release_v();
       c.write_p();
