@@ -23,7 +23,7 @@ from fa3.mask import UNLIMITED, Mask
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _PORTABLE_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
 _QUANTIZER_DTYPES = (*_HALF_DTYPES, torch.float32)
-_OFFERED_MASKS = (Mask(), Mask(right=0))
+_FP8_MASKS = (Mask(), Mask(right=0))
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,17 @@ def check_call(
     deterministic = as_bool(deterministic, "deterministic", error)
     if qv is not None:
         raise error(NotImplementedError, "qv", "be None", type(qv).__name__)
-    if attention_chunk:
-        raise error(NotImplementedError, "attention_chunk", "be 0", attention_chunk)
     if softcap:
         raise error(NotImplementedError, "softcap", "be 0.0", softcap)
     if num_splits not in (0, 1):
         raise error(NotImplementedError, "num_splits", "be 0 or 1", num_splits)
     if sm_margin != 0:
         raise error(NotImplementedError, "sm_margin", "be 0", sm_margin)
-    mask = Mask.resolve(causal, _window(window_size, error), attention_chunk)
+    mask = Mask.resolve(causal, _window(window_size, error), _chunk(attention_chunk, error))
     # Lengths are compared with the window only where it has a limit: a compiler may not know them.
-    if mask not in _OFFERED_MASKS and mask.simplified(q.shape[1], k.shape[1]) not in _OFFERED_MASKS:
-        rule = "be unlimited, as (-1, -1), or causal, as (-1, 0)"
-        raise error(NotImplementedError, "window_size", rule, window_size)
+    if q.dtype == E4M3 and mask not in _FP8_MASKS and mask.simplified(q.shape[1], k.shape[1]) not in _FP8_MASKS:
+        rule = "be unlimited, as (-1, -1), or causal, as (-1, 0), and attention_chunk 0, for float8_e4m3fn"
+        raise error(NotImplementedError, "window_size", rule, f"{window_size} and attention_chunk {attention_chunk}")
     checked_descales = _check_fp8(q, k, descales, out_dtype, error)
     if out_dtype is None:
         out_dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
@@ -140,6 +138,15 @@ def _window(
         if side is not None and side < UNLIMITED:
             raise error(ValueError, "window_size", "hold lengths of at least 0, or -1 for unlimited", window_size)
     return left, right
+
+
+def _chunk(value: object, error: Callable[..., Exception]) -> int:
+    chunk = 0 if value is None else _as_python(value)
+    if not isinstance(chunk, int) or isinstance(chunk, bool):
+        raise error(TypeError, "attention_chunk", "be an integer or None", type(value).__name__)
+    if chunk < 0:
+        raise error(ValueError, "attention_chunk", "be a length, or 0 or None for no chunks", chunk)
+    return chunk
 
 
 # --- tensors

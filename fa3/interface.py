@@ -68,10 +68,12 @@ def flash_attn_func(
             is 1 or ceil(seqlen / 128), one scale for each 128 rows of the sequence. q_descale may have num_heads_q in
             the place of num_heads_kv. Any strides, 0 among them.
         window_size: (left, right), in keys, both ends included: query i sees keys from
-            i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right. -1 and None are unlimited. Only windows
-            that are no limit, or that equal causal (right = 0), are implemented. causal=True is right = 0 whatever
-            window_size says.
-        attention_chunk: must be 0; not implemented.
+            i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right. -1 and None are unlimited. causal=True
+            is right = 0 whatever window_size says. Blocks of keys that no query of a block sees are never read. FP8
+            inputs take only windows that hide no key, or that equal causal.
+        attention_chunk: the length of a chunk of keys, 0 or None for none: query i, at position
+            p = i + seqlen_k - seqlen_q among the keys, sees only keys j with j // attention_chunk = p //
+            attention_chunk, of those that causal and window_size leave (Llama 4's chunked attention). Not for FP8.
         softcap: must be 0.0 (none); not implemented.
         num_splits: 1, or 0 for a heuristic, which takes 1. More splits of the keys are not implemented.
         pack_gqa: how the kernel lays out grouped heads. It has one layout, and no choice here changes the result.

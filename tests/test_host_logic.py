@@ -100,6 +100,19 @@ def test_keys_of_a_query_and_queries_of_a_key(host, case, seqlen_q, seqlen_k):
 
 
 @each_mask
+def test_work_of_queries(host, case):
+    """The most keys that a query sees, and whether the last queries see more than the first, or fewer."""
+    params, visible = case.params(host), case.visible(400, 400).sum(axis=1)
+    assert params.most_keys(400) == visible.max()
+    assert params.is_causal_or_none() == (case in (MaskCase(), MaskCase(right=0)))
+    first, last = visible[:200].sum(), visible[200:].sum()
+    expected = {1: host.WorkTrend.kRising, -1: host.WorkTrend.kFalling}.get(
+        np.sign(last - first) * (abs(last - first) > 400 * 30), host.WorkTrend.kEven
+    )
+    assert host.trend_of_queries(params) == expected
+
+
+@each_mask
 @each_length
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 48), (64, 16), (128, 128)])
 def test_key_blocks_are_the_masks(host, case, seqlen_q, seqlen_k, tile_m, tile_n):

@@ -68,15 +68,40 @@ def test_the_only_query_sees_every_key_below_a_causal_mask(row):
         assert causal == full
 
 
+@pytest.mark.parametrize("row", rows("fwd"), ids=lambda row: row["name"])
 @pytest.mark.parametrize(
-    "changes",
+    "mask",
     [
         {"window_left": 62},
         {"window_left": 0, "window_right": 0},
         {"window_right": 1},
         {"window_right": 62},
+        {"attention_chunk": 63},
+        {"window_right": 0, "attention_chunk": 20},
+    ],
+    ids=str,
+)
+def test_windows_and_chunks_are_for_16_bits(row, mask):
+    selected = select_forward(row, **mask)
+    if row["dtype"] == "e4m3":
+        assert selected == -1
+    elif selected >= 0:  # a build of some kernels may lack the one for this mask
+        assert _library.kernel_table()[selected]["head_dim"] == row["head_dim"]
+
+
+@pytest.mark.parametrize("row", rows("fwd"), ids=lambda row: row["name"])
+def test_a_narrow_window_takes_the_kernel_of_short_sequences(row):
+    if row["dtype"] != "e4m3":
+        narrow = select_forward(row, seqlen_q=10**5, seqlen_k=10**5, window_left=100, window_right=0)
+        assert narrow == select_forward(row, seqlen_q=101, seqlen_k=101, window_right=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"window_left": -2},
-        {"attention_chunk": 64},
+        {"window_right": -2},
+        {"attention_chunk": -1},
         {"head_dim": 264},
         {"head_dim_v": 264},
         {"dtype": 7},

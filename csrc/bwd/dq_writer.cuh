@@ -11,7 +11,8 @@
 // Deterministic: the tiles of one m_block are added in the order in which the scheduler starts their n_blocks, so that
 // a CTA waits only for what other CTAs have begun before; all CTAs of the launch are resident at once. The semaphore of
 // an m_block counts the n_blocks that have added. An n_block waits for its rank among those that the m_block sees:
-// ascending with the full mask; descending with a causal one, because the last n_block gets to the m_block first:
+// ascending with the full mask; descending with a causal one or a window, because the last n_block gets to the m_block
+// first:
 //
 //   m_block       0 1 2 3 4 5
 //   n_block 2             0 1     step at which the n_block adds its tile; of a column, the lowest first

@@ -25,12 +25,15 @@ inline TileSchedulerParams make_scheduler(BwdParams const& params, int num_n_blo
   int const l2_heads = static_cast<int>(std::min<int64_t>(
       std::max<int64_t>(kL2BudgetBytes / head_bytes, (num_ctas + most_blocks_of_a_head - 1) / most_blocks_of_a_head),
       num_batch_heads));
-  bool const causal = params.mask.window_right == 0;
-  // Under a causal mask the first n_blocks see the most queries.
-  TileOrder const order = !causal                ? TileOrder::kEqual
-                          : params.deterministic ? TileOrder::kDescending
-                                                 : TileOrder::kAscending;
-  int const heads_per_l2_group = causal ? heads_that_fill_waves(num_n_blocks, num_batch_heads, num_ctas, l2_heads)
+  // Under a causal mask the first n_blocks are seen by the most queries. Deterministic: where the queries of an n_block
+  // begin with it, the last one gets to an m_block first (dq_writer.cuh).
+  WorkTrend const trend = trend_of_queries(params.mask);
+  bool const last_comes_first = params.deterministic && params.mask.limits_right();
+  TileOrder const order = last_comes_first || trend == WorkTrend::kFalling ? TileOrder::kDescending
+                          : trend == WorkTrend::kRising                    ? TileOrder::kAscending
+                                                                           : TileOrder::kEqual;
+  int const heads_per_l2_group = order != TileOrder::kEqual
+                                     ? heads_that_fill_waves(num_n_blocks, num_batch_heads, num_ctas, l2_heads)
                                  : params.deterministic ? l2_heads
                                                         : 1;
   return make_tile_scheduler(num_n_blocks, params.num_heads_kv, params.seqlen.batch, params.num_sms, order,

@@ -17,7 +17,30 @@ struct MaskParams {
   int window_left;
   int window_right;
   int chunk;  // 0: none. Otherwise keys are cut into chunks of so many, and a query sees only keys of its own's chunk
+
+  FA3_HOST_DEVICE bool limits_left() const { return window_left != kUnlimited || chunk > 0; }
+  FA3_HOST_DEVICE bool limits_right() const { return window_right != kUnlimited || chunk > 0; }
+
+  FA3_HOST_DEVICE bool is_causal_or_none() const {
+    return !limits_left() && (window_right == 0 || window_right == kUnlimited);
+  }
+
+  // The most keys of a sequence of `seqlen_k` that a query sees.
+  FA3_HOST_DEVICE int most_keys(int seqlen_k) const {
+    int const in_chunk = chunk > 0 && chunk < seqlen_k ? chunk : seqlen_k;
+    bool const is_window = window_left < in_chunk && window_right < in_chunk - 1 - window_left;
+    return is_window ? window_left + 1 + window_right : in_chunk;
+  }
 };
+
+// How the work of blocks of queries goes from the first to the last. That of blocks of keys goes the other way.
+enum class WorkTrend { kEven, kRising, kFalling };
+
+FA3_HOST_DEVICE WorkTrend trend_of_queries(MaskParams const& mask) {
+  return mask.limits_left() == mask.limits_right() ? WorkTrend::kEven
+         : mask.limits_right()                     ? WorkTrend::kRising
+                                                   : WorkTrend::kFalling;
+}
 
 // Blocks [begin, end) hold something that some row of the tile sees. Of these, blocks [unmasked_begin, unmasked_end)
 // hold only what all of its rows see.

@@ -17,9 +17,9 @@ struct Tile {
 // In every order the (batch, head) pairs are cut into L2 groups, whose K and V the L2 holds together; within a group, a
 // block of all its heads comes before the next block.
 enum class TileOrder {
-  kEqual,      // tiles of equal work, blocks ascending
-  kAscending,  // causal: the work of a head's blocks rises or falls linearly; blocks ascending, or
-  kDescending,
+  kEqual,       // tiles of equal work, blocks ascending
+  kAscending,   // the work of a head's blocks falls linearly, blocks ascending; or
+  kDescending,  // rises, descending: those of most work come first
 };
 
 struct TileSchedulerParams {

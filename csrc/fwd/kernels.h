@@ -28,10 +28,13 @@ struct Kernel {
 
   // Heads that are narrower than the kernel's are padded with zeros by TMA.
   bool serves(Problem const& problem) const {
-    bool const causal = problem.mask.window_right == 0;
+    // FP8 kernels know masks that are causal and none (CausalMask).
+    MaskParams const& mask = problem.mask;
+    bool const has_mask = info.dtype != Dtype::kFloat8E4M3 || mask.is_causal_or_none();
+    int const max_seqlen_k = mask.limits_right() ? max_seqlen_k_causal : max_seqlen_k_full;
     return problem.dtype == info.dtype && problem.head_dim <= info.head_dim && problem.head_dim_v <= info.head_dim_v &&
-           problem.v_transposed == (v_layout == VLayout::kTransposed) &&
-           problem.seqlen_k <= (causal ? max_seqlen_k_causal : max_seqlen_k_full);
+           problem.v_transposed == (v_layout == VLayout::kTransposed) && has_mask &&
+           mask.most_keys(problem.seqlen_k) <= max_seqlen_k;
   }
 };
 

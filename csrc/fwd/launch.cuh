@@ -41,7 +41,10 @@ void launch(FwdParams const& params, cudaStream_t stream) {
                 std::to_string(num_batch_heads) + " x " + std::to_string(num_m_blocks));
   int64_t const kv_bytes = int64_t(seqlen_k) * (Config::kHeadDim + Config::kHeadDimV) * sizeof(Element);
   int64_t const l2_heads = std::max<int64_t>(kL2BudgetBytes / kv_bytes, 1) * group_size;
-  bool const causal = params.mask.window_right == 0;
+  WorkTrend const trend = trend_of_queries(params.mask);
+  TileOrder const order = trend == WorkTrend::kEven     ? TileOrder::kEqual
+                          : trend == WorkTrend::kRising ? TileOrder::kDescending
+                                                        : TileOrder::kAscending;
 
   KernelParams const common_params{
       .q = make_tensor_map<Element, Config::kSlabColumns>(params.q, params.head_dim, params.num_heads_q,
@@ -60,14 +63,13 @@ void launch(FwdParams const& params, cudaStream_t stream) {
       .scores = params.scores,
       .num_heads_q = params.num_heads_q,
       .group_size = group_size,
-      .scheduler = make_tile_scheduler(num_m_blocks, params.num_heads_q, batch, params.num_sms,
-                                       // causal: the last blocks see the most keys
-                                       causal ? TileOrder::kDescending : TileOrder::kEqual,
-                                       causal ? static_cast<int>(std::min(l2_heads, num_batch_heads)) : 1),
+      .scheduler =
+          make_tile_scheduler(num_m_blocks, params.num_heads_q, batch, params.num_sms, order,
+                              order == TileOrder::kEqual ? 1 : static_cast<int>(std::min(l2_heads, num_batch_heads))),
   };
   typename Config::Params const kernel_params = [&] {
     if constexpr (Config::kFp8) {
-      return Fp8KernelParams{common_params, params.fp8, causal};
+      return Fp8KernelParams{common_params, params.fp8, params.mask.window_right == 0};
     } else {
       return common_params;
     }

@@ -37,7 +37,8 @@ struct FwdTile {
   VLayout v_layout = VLayout::kRows;
   int stages_v_rows = 0;     // of kConverted: of the ring of V before it is transposed
   int pv_slice_columns = 0;  // FP8: columns of O whose P V is computed at a time; 0: all
-  // The longest seqlen_k that the tile is meant for. Kernels of higher rank take over beyond.
+  // The most keys of a query that the tile is meant for: without a mask, or with one that limits the keys after it (all
+  // but windows to the left alone). Kernels of higher rank take over beyond.
   int max_seqlen_k_full = kUnlimited;
   int max_seqlen_k_causal = kUnlimited;
 };

@@ -83,6 +83,10 @@ Call check_call(char const* op, Tensor const& q, Tensor const& k, Tensor const& 
         "be from 1e-37 to 1e38 (float32)", std::to_string(options.softmax_scale));
   MaskParams const mask =
       make_mask(check, options.window_left, options.window_right, options.attention_chunk, seqlen_q, seqlen_k);
+  check(!fp8 || mask.is_causal_or_none(), "window_left, window_right and attention_chunk",
+        "be a causal mask or hide no key for float8_e4m3fn",
+        std::to_string(options.window_left) + ", " + std::to_string(options.window_right) + " and " +
+            std::to_string(options.attention_chunk));
   check_hopper(check, "q", q.get_device());
   return {
       .op = op,

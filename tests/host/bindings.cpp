@@ -36,7 +36,14 @@ static py::array_t<int> all_tiles(fa3::TileSchedulerParams const& params) {
 static void bind_masks(py::module_& m) {
   m.attr("kUnlimited") = fa3::kUnlimited;
   py::class_<fa3::MaskParams>(m, "MaskParams")
-      .def(py::init<int, int, int>(), py::arg("window_left"), py::arg("window_right"), py::arg("chunk"));
+      .def(py::init<int, int, int>(), py::arg("window_left"), py::arg("window_right"), py::arg("chunk"))
+      .def("is_causal_or_none", &fa3::MaskParams::is_causal_or_none)
+      .def("most_keys", &fa3::MaskParams::most_keys, py::arg("seqlen_k"));
+  py::enum_<fa3::WorkTrend>(m, "WorkTrend")
+      .value("kEven", fa3::WorkTrend::kEven)
+      .value("kRising", fa3::WorkTrend::kRising)
+      .value("kFalling", fa3::WorkTrend::kFalling);
+  m.def("trend_of_queries", &fa3::trend_of_queries, py::arg("mask"));
   py::class_<fa3::BlockRange>(m, "BlockRange")
       .def(py::init<int, int, int, int>(), py::arg("begin"), py::arg("end"), py::arg("unmasked_begin"),
            py::arg("unmasked_end"))
