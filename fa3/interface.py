@@ -100,9 +100,9 @@ def flash_attn_func(
             2^-18 of the row's largest. So results for parts of the keys combine consistently.
 
         A row that sees no key (causal with seqlen_q > seqlen_k, or seqlen_k = 0) has out 0 and lse -inf, gets dq 0, and
-        adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine. NaN in v at a key that causal
-        hides may reach rows that share a block of keys with it (0 x NaN), as in a matrix product with P; so may NaN in
-        q or in the gradient of out reach dk and dv of hidden keys, and NaN in k reach dq.
+        adds nothing to dk and dv. Sizes of 0 in batch, seqlen_q and seqlen_k are fine. NaN in v at a key that the
+        mask hides may reach rows that share a block of keys with it (0 x NaN), as in a matrix product with P; so may
+        NaN in q or in the gradient of out reach dk and dv of hidden keys, and NaN in k reach dq.
 
     Accuracy: in bfloat16 and float16 the errors of out, lse and the gradients are at most twice those of plain PyTorch
     at the same dtype, for scaled scores up to about 1e6. Beyond, lse in float32 has no digits left for the logarithm of

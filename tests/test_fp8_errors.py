@@ -150,3 +150,19 @@ def test_inputs_of_the_quantizer(function):
     rotary = random_rotary(129, 16)
     message = "rotary must be None unless seqlen_k = seqlen_q = 129, got 200; "
     raises(NotImplementedError, message, function, **inputs(seqlen_k=200), rotary=rotary)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"window_size": (2, 0)},
+        {"window_size": (-1, 1)},
+        {"window_size": (2, -1), "causal": True},
+        {"attention_chunk": 64},
+        {"attention_chunk": 64, "causal": True},
+    ],
+    ids=str,
+)
+def test_masks_of_fp8(mask):
+    rule = "window_size must be unlimited, as (-1, -1), or causal, as (-1, 0), and attention_chunk 0, for float8_e4m3fn"
+    raises(NotImplementedError, rule, **fp8_arguments(**mask))

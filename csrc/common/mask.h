@@ -136,7 +136,7 @@ class Mask {
 
   // Of numbers that are not negative: unsigned, they take fewer instructions.
   FA3_HOST_DEVICE static int floor_div(unsigned a, unsigned b) { return a / b; }
-  FA3_HOST_DEVICE static int ceil_div(unsigned a, unsigned b) { return (a + b - 1) / b; }
+  FA3_HOST_DEVICE static int ceil_div(unsigned a, unsigned b) { return a / b + (a % b > 0); }
 
   MaskParams params_;
   int seqlen_q_;
